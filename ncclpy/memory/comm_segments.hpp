@@ -39,7 +39,7 @@ constexpr int segment_refusals = 16;
 
 struct SegmentCounters {
   size_t segments, bytes;                // live ones
-  size_t leaving, leaving_bytes;         // quarantined
+  size_t leaving, leaving_bytes;         // taken away, but not gone yet
   size_t registrations;                  // at present
   uint64_t added, dropped, lost;         // registrations ever made and dropped; memory that could not be freed
   uint64_t refused[segment_refusals];    // registrations that NCCL has refused, by its result
@@ -57,19 +57,19 @@ struct CommSegments : ncclpy_precall_hook {
   };
 
   Segments* registry;
-  void* ranges;  // the `Ranges` that its communicator has registered
+  void* ranges;  // the `Registrations` of its communicator
   int device;
   uint64_t captured_to = 0;                // graphs may use segments with numbers up to this one
   std::map<uint64_t, Entry> entries;
   std::set<uint64_t> to_register;
   std::vector<uint64_t> to_leave, fenced;
-  int fence = -1;                          // the event that must be passed before `fenced` can leave, or -1
+  int fence = -1;                          // index of the event that must be passed before `fenced` can leave, or -1
 
   // For threads of an allocator, without the GIL: a weak reference to its handle; the number of references to this
   // object, its `HookKeeper`'s among them; and the state of an abort made to free memory, with the memory's address.
   enum Ending { not_ended, is_ending, has_ended, left_behind };
   ncclpy_weak_handle* weak = nullptr;
-  void* comm = nullptr;                        // used after the communicator was dropped, which voids `weak`
+  void* comm = nullptr;                        // used after the communicator was dropped, which revokes `weak`
   std::atomic_flag dropped_lock = ATOMIC_FLAG_INIT;  // replaces the lock of a communicator that was dropped
   std::atomic<int> references{1};
   std::atomic<int> ending{not_ended};

@@ -38,5 +38,5 @@ cdef int visit_all(double patience) except -1
 cdef void wake_reaper() noexcept nogil
 # Called by a thread without the GIL that is about to abort communicators, or has: the reaper marks them as aborted.
 cdef void report_endings() noexcept nogil
-# The communicators that take part; with `held_up` only those that a segment still has to leave.
+# The communicators that take part; with `held_up` only those from which a segment still has to be deregistered.
 cdef list taking_part(bint held_up)

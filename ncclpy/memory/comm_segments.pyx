@@ -74,7 +74,7 @@ cdef int _endings = 0, _endings_noted = 0  # communicators that were aborted wit
 
 
 cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
-    """Register a segment among the communicator's other ranges; the numbers of those are positive."""
+    """Register a segment among the communicator's ranges: with a negative number, as the others' are positive."""
     cdef void* raw = NULL
     if nccl.ncclCommRegister == NULL:
         return ncclInvalidUsage  # in a forked child
@@ -108,7 +108,7 @@ cdef class HookKeeper:
             free_member(self.member)
 
     cdef int visit(self, Handle handle, double until) except -1:
-        """Deregister what can leave, unless a thread holds the communicator until a moment; note if it has ended."""
+        """Deregister what can leave, unless a thread holds the communicator's lock until `until`; note its end."""
         cdef bint lent, ended = False
         with nogil:
             if lock_within(&handle.mutex, until):
@@ -133,7 +133,7 @@ cdef class HookKeeper:
             self.has_left = True
             segments.leave(self.member)
 
-    # The communicator passes itself: `ref` is void already if a finaliser closes it.
+    # The communicator passes itself: `ref` is dead already if a finaliser closes it.
     def wait(self, Handle handle, double until):
         """Wait for issued operations; the communicator calls this before its close. How they ended is not reported.
 
@@ -151,7 +151,7 @@ cdef class HookKeeper:
                     return
 
     def close(self, Handle handle):
-        """Deregister everything, if it is out of use; the communicator calls this right before its end."""
+        """Deregister everything, if no operation may use it; the communicator calls this right before its end."""
         cdef bint over, lent
         with nogil:
             if lock_within(&handle.mutex, now()):  # a thread inside may wait for other ranks
@@ -269,7 +269,7 @@ def _forked():
     segments = _new_segments()
     _endings_noted = _endings  # aborts in the parent, which reports them itself
     _keepers.clear()
-    _ending.clear()  # threads that do not exist here may hold their locks: their end would not be seen
+    _ending.clear()  # threads that do not exist here may hold these communicators' locks: no end would be seen
     _foreign_leaving.clear()
 
 

@@ -46,8 +46,8 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
         The framework of the arrays: a ``torch.cuda.MemPool`` or a ``cupy.cuda.MemoryPool``; numpy on the host engine,
         with `memory.empty` or `Pool.empty`.
     comm_or_group : Communicator or ProcessGroup
-        Memory is allocated on its device, and windows are registered with its ranks. Like all memory of `memory` it
-        is registered on every communicator of the device.
+        Memory is allocated on its device, and windows are registered with its ranks. Like all memory that
+        `ncclpy.memory` allocates, it is registered on every communicator of the device.
     symmetric : bool, optional
         Whether the pool's segments become symmetric windows of the communicator: in `Pool.commit`, and at the end of
         each block, unless an exception leaves it. All ranks must then allocate the same sizes in the same order.
@@ -208,9 +208,9 @@ class Pool:
         Raises
         ------
         ValueError
-            On every rank, if the ranks' lists differ: it names the ranks and both sizes. Nothing is registered, and
-            the next commit lists the segments again. Also if the pool is closed, even by a signal handler during the
-            commit: then no window stays.
+            On every rank, if the ranks' lists differ: the message names the ranks and both sizes. Nothing is
+            registered, and the next commit lists the segments again. Also if the pool is closed, even by a signal
+            handler during the commit: then no window stays.
         NcclTimeout
             If a rank is missing at the deadline. With a `ProcessGroup` all other ranks raise it with the missing
             ranks' names, and nothing has changed: the next commit compares again. A `Communicator` cannot name the

@@ -7,6 +7,7 @@ cdef enum:
     KNOWN
     REFUSED
 
+# Results of `take_out`.
 cdef enum:
     OUT_OF_USE = 0
     ENDED = 1

@@ -144,7 +144,7 @@ class SegmentRegistry:
             raise
 
     def drain(self, timeout=10.0):
-        """Wait until all segments are gone that were taken away, or are unreferenced memory of `alloc`.
+        """Wait until all segments that were taken away, and all unreferenced memory of `alloc`, are gone.
 
         Returns
         -------
@@ -178,7 +178,7 @@ class SegmentRegistry:
         return [] if hook_keeper is None or hook_keeper.has_left else _described(hook_keeper.member, None)
 
     def counters(self):
-        """Return numbers of the present state and of the whole past.
+        """Return counts: of the present state, and of what has happened since the process began.
 
         Returns
         -------
@@ -287,8 +287,8 @@ cdef extern from *:
     bint claim "ncclpy_claims"(CommSegments* member) nogil
     void free_endings "ncclpy_forget"(Endings* endings) nogil
 
-# How long an abort begun here may take, and within that how long it waits for a call that holds a communicator's lock:
-# a call that may be stuck, and a call that the guard's abort, or NCCL itself, makes return.
+# Seconds that an abort begun here may take; and of them, seconds that it waits for a call that holds a communicator's
+# lock: by default, and on the host engine, where the abort itself makes the call return.
 cdef double _ABORT_LIMIT = 10.0
 cdef double _PATIENCE = 5.0
 cdef double _PREEMPT_PATIENCE = 0.02
@@ -380,7 +380,7 @@ cdef void _deregister_at(CommSegments* member) noexcept nogil:
 cdef bint _begin_aborts(uint64_t number, uintptr_t base) noexcept nogil:
     """Begin to abort the communicators that hold a segment, together, in a thread that may be left behind.
 
-    False if that could not be begun for all of them; the others stay unclaimed, for another try.
+    Return False if that failed for some of them; these stay unclaimed, for another try.
     """
     cdef vector[CommSegments*] holders
     cdef size_t i, each, nclaimed = 0, given_up = 0
@@ -455,7 +455,7 @@ cdef ncclComm_t _take_guard(CommSegments* member) noexcept nogil:
 
 
 cdef ncclComm_t _detach(CommSegments* member, double until, Taken* taken) noexcept nogil:
-    """Take the handle away; NULL if another thread has, which aborts it then, or if a stuck thread cannot be freed.
+    """Take the handle away; NULL if another thread has, to abort it, or if a stuck call cannot be made to return.
 
     What NCCL must deregister before the abort goes to `taken`; nothing if the abort does not free the communicator, or
     on the host engine (see `core/handles/abort`).

@@ -1,10 +1,10 @@
 // Segments: memory that is registered on each communicator of its device, and how it leaves them again.
 //
-// Allocators add and remove segments, perhaps without the GIL and under a lock for which a thread inside a
-// communicator waits. So nothing here waits for a communicator. A new segment is put into the communicator's list, and
-// registered by the communicator's next call. A segment that is to leave is deregistered by any thread that can take
-// the communicator's lock, after the operations issued until then. The mutex here is held only briefly, and never over
-// a call of NCCL.
+// Allocators add and remove segments, perhaps without the GIL and under a lock for which a thread that is in a call on
+// a communicator may be waiting. So nothing here waits for a communicator. A new segment is put into the
+// communicator's list, and registered by the communicator's next call. A segment that is to leave is deregistered by
+// any thread that can take the communicator's lock, after the operations issued until then. The mutex here is held
+// only briefly, and never over a call of NCCL.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,8 @@ class Segments {
   }
 
   // Begins to take a segment away; `owned` says whether ncclpy frees it. It is gone at once if no operation can have
-  // used it. Later its number tells whether it is gone, as another segment may begin at its address by then.
+  // used it. To learn later whether it is gone, pass its number to state(): another segment may begin at its address
+  // by then.
   SegmentState remove(uintptr_t base, bool owned, uint64_t* number = nullptr) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -72,7 +73,7 @@ class Segments {
     return begin_leaving(found);
   }
 
-  // The same for an allocator that is about to free a segment of its own: only operations running now may use it.
+  // As remove(), for an allocator that is about to free a segment of its own: only operations running now may use it.
   // Returns its number, even if it is leaving already; 0 if it is gone, or unknown, or ncclpy's own.
   uint64_t give_back(uintptr_t base) noexcept {
     const Hold hold(mutex_);
@@ -113,7 +114,7 @@ class Segments {
   }
 
   // Deregisters a segment at a communicator that was dropped without close: no thread calls it or takes its lock any
-  // more, but it is not destroyed. Once its operations are done it uses nothing.
+  // more, but it is not destroyed. Once its operations are done, it uses no segment.
   void deregister_dropped(CommSegments& member, uint64_t number) noexcept {
     if (member.lacks_event || !calls_.over(member.events[0]) || !calls_.over(member.events[1])) return;
     if (member.dropped_lock.test_and_set()) return;
@@ -127,7 +128,8 @@ class Segments {
     member.dropped_lock.clear();
   }
 
-  // Keeps an owned segment until `let_go`, for a window, which is no communicator; false if it is leaving.
+  // Keeps an owned segment until `let_go`, for a window, which is a holder as a communicator is; false if the segment
+  // is leaving.
   bool hold(uintptr_t base, uint64_t number) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -156,7 +158,7 @@ class Segments {
     return true;
   }
 
-  // Checks those events; without the mutex, since a call of the driver may block.
+  // Checks the events of hold_until(), without the mutex, since a call of the driver may block.
   void query_awaited() noexcept {
     std::list<Awaited> asked, over;
     {
@@ -218,7 +220,7 @@ class Segments {
       if (entry.state == CommSegments::held) --registrations_;
       if (entry.state != CommSegments::pending) drop_holder(*entry.segment);
     }
-    // A thread may still be inside, which the abort has not made return yet: it finds nothing more to do.
+    // A thread that the abort has not made return yet may still be in a function below: it finds nothing more to do.
     member->entries.clear();
     member->to_register.clear();
     member->to_leave.clear();
@@ -226,7 +228,8 @@ class Segments {
     ncclpy_hook_set_wanted(member, 0);
   }
 
-  // Registers new segments before the communicator's next call. This function and the next three: under its lock.
+  // Registers new segments before the communicator's next call. This function and the next three are called under the
+  // communicator's lock.
   void register_new(CommSegments& member, void* comm) noexcept {
     ncclpy_hook_set_wanted(&member, 0);
     while (register_one(member, comm)) {
@@ -372,7 +375,7 @@ class Segments {
     member.entries.erase(number);
   }
 
-  // Whether a graph that may be launched again may use it.
+  // Whether a graph that may be launched again may use the segment.
   static bool is_kept(const CommSegments& member, uint64_t number) noexcept {
     if (number > member.captured_to) return false;
     const auto found = member.entries.find(number);
@@ -430,7 +433,7 @@ class Segments {
     if (found == member.entries.end()) return false;  // aborted meanwhile
     CommSegments::Entry& entry = found->second;
     entry.range = range;
-    // A call uses a segment that NCCL has refused all the same, so the communicator is a holder of it.
+    // Calls may use a segment even if NCCL has refused to register it, so the communicator is a holder of it.
     entry.state = result == 0 ? CommSegments::held : CommSegments::refused;
     if (result == 0) {
       ++added_, ++registrations_;
@@ -461,7 +464,7 @@ class Segments {
     return !member.fenced.empty();
   }
 
-  // Takes one at a time: the list may be reallocated meanwhile, when a new segment makes space in it.
+  // Takes one segment at a time: the list may be reallocated meanwhile, when a new segment needs space in it.
   bool take_fenced(CommSegments& member, uint64_t* number) noexcept {
     const Hold hold(mutex_);
     if (member.fenced.empty()) return false;

@@ -1,7 +1,7 @@
 /* The CUDA driver calls that ncclpy uses, declared here so that building needs no CUDA headers.
  *
  * Names and prototypes are those of cuda.h; where cuda.h maps a name to a versioned symbol (cuMemAlloc ->
- * cuMemAlloc_v2) the symbol is listed. Both libcuda.so.1 and the host engine fill ncclpy_driver_table.
+ * cuMemAlloc_v2) the symbol is listed. ncclpy_driver_table is filled from libcuda.so.1 or from the host engine.
  */
 #ifndef NCCLPY_DRIVER_ABI_H
 #define NCCLPY_DRIVER_ABI_H

@@ -5,7 +5,7 @@
  * function table, the host engine's prototypes and the tests are made. tests/abi compiles this file beside the real
  * nccl.h of several releases and compares sizes, offsets, values and prototypes.
  *
- * The file has no include guard conflicts with nccl.h: inside a C++ namespace both can be compiled together.
+ * Its include guard is not nccl.h's: one file can include both, if it includes one of them inside a C++ namespace.
  */
 #ifndef NCCLPY_NCCL_ABI_H
 #define NCCLPY_NCCL_ABI_H

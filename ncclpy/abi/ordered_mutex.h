@@ -1,8 +1,10 @@
-/* Mutexes with a place in one order. A normal build has the plain ones. With -Ddebug_locks=true each knows its place,
- * each thread the locks that it holds, and one that is waited for in a wrong order ends the process with a message.
+/* Mutexes that are taken in one order. In a normal build they are pthread mutexes. With -Ddebug_locks=true each mutex
+ * has its place in the order and each thread a record of the locks that it holds: a thread that waits for a lock out
+ * of order ends the process with a message.
  *
- * The list is that of docs/locks.md, from the outside in, and a test compares the two: a lock's name, what the
- * page calls it, what may be taken under it (and under that, and so on), and how it meets the GIL.
+ * The list is the one in docs/locks.md, outermost locks first, and a test compares the two. A row has the lock's name,
+ * its words on that page, the locks that may be taken directly under it (those that may be taken under these are
+ * allowed as well), and the rules for the lock and the GIL.
  */
 #ifndef NCCLPY_ORDERED_MUTEX_H
 #define NCCLPY_ORDERED_MUTEX_H
@@ -89,8 +91,8 @@ typedef struct ncclpy_mutex {
 } ncclpy_mutex;
 
 /* Called before this thread waits for a lock: ends the process if the wait is out of order. A thread that only tries
-   to take a lock does not call this: it does not wait, so it cannot be part of a deadlock. A lock that it gets counts.
-   */
+   to take a lock does not call this: it does not wait, so it cannot be part of a deadlock. If it gets the lock, the
+   lock is recorded like any other. */
 void ncclpy_lock_wanted(ncclpy_lock lock, const void* which);
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which);
 void ncclpy_lock_left(ncclpy_lock lock, const void* which);

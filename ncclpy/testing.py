@@ -173,7 +173,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
         return [reports[rank].value for rank in range(nranks)]
     # In order of arrival, but errors that follow from others last.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
-    # The errors of NCCL that arrive after the other ranks were stopped may result from that: a rank joined too late.
+    # Errors of NCCL that arrive after the ranks were stopped may result from the stop: of a rank that joined too late.
     consequent = {
         rank for rank, error in errors if isinstance(error, ncclpy.NcclError if rank in late else _CONSEQUENCES)
     }

@@ -165,7 +165,7 @@ def same_class_as(kind: str) -> type[NcclError]:
     return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
 
 
-#: Called, without arguments, once the program was given an error.
+#: Functions that are called, without arguments, each time that the program is given an error.
 on_delivery: list[Callable[[], object]] = []
 
 

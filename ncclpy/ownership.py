@@ -47,8 +47,8 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
     """Return how another user could change or replace a folder, as a sentence; "" if none could.
 
     Each folder on the way must belong to root or to this user, and no other user may write to it, unless it is sticky
-    as /tmp is. Each link on the way must have such an owner, and is followed. The folder itself must be this user's,
-    and no link.
+    as /tmp is. Each link on the way must belong to root or to this user too, and is followed. The folder itself must
+    be this user's, and no link.
     """
     at, left, links = "/", _parts(os.path.abspath(path)), 0
     while left:

@@ -223,8 +223,8 @@ cdef int validate_put(
         )
     if s.nbytes and not lies_in_window(comm, <Window>window, s):
         raise ValueError(
-            "send: the buffer does not lie in a symmetric window of this communicator, which is where NCCL can put from: "
-            "register it with comm.window(), or copy it into one"
+            "send: the buffer does not lie in a symmetric window of this communicator, which NCCL needs: "
+            "register it with comm.window(), or copy it into a window"
         )
     target = <char*>(<Window>window).view.pointer + at
     if o.root == comm.rank and not lie_apart(s.pointer, s.nbytes, target, s.nbytes):
@@ -275,7 +275,7 @@ cdef class Signals:
         free(self.rows)
 
     def __reduce__(self):
-        raise not_copied(self, "call wait_signal where it is waited")
+        raise not_copied(self, "call wait_signal in the process that waits")
 
     cdef int fill(self, Handle comm, object peers, int signal, int count) except -1:
         cdef size_t i

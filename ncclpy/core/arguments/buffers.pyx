@@ -262,7 +262,7 @@ cdef inline int _read_exchange_api(object obj, _Protocol protocol, View* view, s
 
 cdef object _lazy(str argument, str what, str which):
     return ValueError(
-        f"{argument}: the tensor is a lazy {what}, its memory holds others; pass tensor.resolve_{which}()"
+        f"{argument}: the tensor is a lazy {what}, its memory holds other values; pass tensor.resolve_{which}()"
     )
 
 

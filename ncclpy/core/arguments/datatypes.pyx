@@ -442,7 +442,7 @@ cdef object numpy_view(void* pointer, size_t nbytes, str name, bint readonly, ob
     cdef cnp.ndarray array
     dtype = _dtype(name)
     if dtype is None:
-        raise TypeError(f"numpy has no data type {name}; `import ml_dtypes` may bring it")
+        raise TypeError(f"numpy has no data type {name}; `import ml_dtypes` may add it")
     if nbytes == 0:
         return np.empty(0, dtype)
     array = cnp.PyArray_SimpleNewFromData(1, &extent, cnp.NPY_UINT8, pointer)

@@ -600,7 +600,7 @@ cdef int _check_communicator(Handle handle, bint asked_to_stop) except -1:
     if in_call_since != 0 and moment - in_call_since > handle.in_flight.call_limit and handle.state == READY:
         return _abort_overdue(handle, "a call of NCCL", moment - in_call_since)
     if in_call_since != 0 and asked_to_stop and handle.in_flight.call_on_main and in_call_since < ncclpy_sigint_at:
-        begin_abort(tied(handle), "KeyboardInterrupt came while a call of NCCL was stuck")
+        begin_abort(tied(handle), "interrupted by Ctrl-C while a call of NCCL was stuck")
         return 0
     if handle.in_flight.marks != NULL:
         with nogil:

@@ -76,7 +76,7 @@ def source_of(name: object, what: str, device: int | None) -> Source:
     if name == "numpy":
         return _Numpy()
     if library().engine == "host":
-        instead = "memory.pool('numpy', ...) and memory.empty are in its memory"
+        instead = "memory.pool('numpy', ...) and memory.empty allocate the memory that it has"
         needs = f"{name}'s allocator serves GPU memory, which the host engine does not have"
         raise NcclUnsupported(f"{what}: {needs}; {instead}")
     try:

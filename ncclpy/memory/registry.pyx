@@ -124,7 +124,9 @@ class SegmentRegistry:
         with nogil:
             state = segments.remove(base, False, &number)
         if state == UNKNOWN:
-            raise ValueError(f"pointer: no segment that was added begins at {base:#x} (alloc's goes with its arrays)")
+            raise ValueError(
+                f"pointer: no segment that was added begins at {base:#x} (memory of alloc is freed with its arrays)"
+            )
         try:
             while True:
                 visit_all(0.0)

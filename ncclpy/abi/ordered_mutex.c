@@ -73,7 +73,7 @@ static void end(const char* format, ...) {
   va_end(values);
   fprintf(stderr, ".\nIt holds, from the first taken:\n");
   for (int i = 0; i < count; i++) fprintf(stderr, "  %s (%p)\n", places[held[i].lock].words, held[i].which);
-  fprintf(stderr, "docs/locks.md says what may be taken under what. It came here from:\n");
+  fprintf(stderr, "docs/locks.md says what may be taken under what. The thread's stack:\n");
   fflush(stderr);
   backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
   abort();

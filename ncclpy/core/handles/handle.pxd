@@ -103,7 +103,7 @@ cdef class HookOwner:
 cdef list ready_handles()
 cdef int set_hook_owner(HookOwner new) except -1
 cdef int tell_ready(object handle) except -1
-cdef int tell_ended(object handle) except -1
+cdef int note_hook_abort(object handle) except -1
 
 
 # Observer of the calls that communicators make for users, singly or at the end of a group.

@@ -216,7 +216,7 @@ cdef int tell_ready(object handle) except -1:
     return 0
 
 
-cdef int tell_ended(object handle) except -1:
+cdef int note_hook_abort(object handle) except -1:
     """Note in a communicator's state that its pre-call hook has aborted it, and why."""
     cdef HookOwner hook_owner = _hook_owner
     return 0 if hook_owner is None else hook_owner.note_aborted(handle)
@@ -497,7 +497,7 @@ cdef class Handle:
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
         """Raise if a call was not made (`WAS_ABORTED`), or failed because the communicator was aborted during it."""
         if self.precall_hook != NULL and is_hook_aborting(self.precall_hook):
-            tell_ended(self)
+            note_hook_abort(self)
         if <int>result == WAS_ABORTED:
             self.check_state()  # raises if it was closed, or aborted
             raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")

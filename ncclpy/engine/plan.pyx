@@ -17,7 +17,7 @@ from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device
 from ncclpy.core.calls.group cimport Group, check_memory, check_together, current_group
 from ncclpy.core.handles.handle cimport (
     PAST_DEADLINE, Handle, suppress_reports, count_waits, resume_reports, in_lock_order, lock_within, note_failure,
-    tell_trouble,
+    explain_and_report,
 )
 from ncclpy.core.arguments.operation cimport NOT_THERE, Operation, function_of, raise_issue, reduces
 from ncclpy.core.window cimport CustomOp, HeldRanges, Window, hold_ranges
@@ -683,7 +683,7 @@ Record a group of operations once and launch it many times.
         if errors:
             self.hold_arrays()
             for error in errors:
-                tell_trouble(self.handles, error)
+                explain_and_report(self.handles, error)
             raise attach(errors[0], errors[1:])
 
     cdef int _await_lanes(self) except -1:

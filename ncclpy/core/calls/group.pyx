@@ -23,7 +23,9 @@ from ncclpy.core.handles.abort cimport (
 )
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
-from ncclpy.core.handles.handle cimport CallTracer, suppress_reports, count_waits, resume_reports, in_lock_order, tell_trouble
+from ncclpy.core.handles.handle cimport (
+    CallTracer, count_waits, explain_and_report, in_lock_order, resume_reports, suppress_reports,
+)
 from ncclpy.core.arguments.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.arguments.validation cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
 from ncclpy.core.handles.state cimport ABORTED, DEFERRED, FAILED, FINALIZED, INIT_PENDING, INITIALISING, READY
@@ -461,7 +463,7 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
                 done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
                 tracer.end(noted[i], &step.operation, done, failure)
         if failure is not None:
-            tell_trouble(group.handles + [child for _, child in group.inits], failure)
+            explain_and_report(group.handles + [child for _, child in group.inits], failure)
             _explain(tracer, noted, failure)
     return 0
 

@@ -9,8 +9,8 @@ from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
 from ncclpy.core.calls.group cimport open_group
 from ncclpy.core.handles.handle cimport (
-    LOCK_BUSY, WAS_ABORTED, CallTracer, lock_within, record_behind_call, resume_reports, run_hook_if_wanted,
-    suppress_reports, tell_trouble,
+    LOCK_BUSY, WAS_ABORTED, CallTracer, explain_and_report, lock_within, record_behind_call, resume_reports,
+    run_hook_if_wanted, suppress_reports,
 )
 from ncclpy.core.runtime.library cimport host_engine, nccl
 from ncclpy.core.handles.state cimport ABORTED, READY, Mark
@@ -81,7 +81,7 @@ cdef int _submit_traced(
     except BaseException as error:
         resume_reports()
         tracer.end(noted, reported, False, error)
-        tell_trouble([handle], error)
+        explain_and_report([handle], error)
         tracer.explain(noted, error)
         raise
     resume_reports()

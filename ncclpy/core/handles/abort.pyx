@@ -26,7 +26,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.arguments.operation cimport Operation, has_root, reduces
 from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.handle cimport (
-    TRUSTED, BROKEN, MARKS_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, tell_trouble,
+    TRUSTED, BROKEN, MARKS_PATIENCE, Handle, CallTracer, PreCallHook, lock_within, note_failure, explain_and_report,
 )
 from ncclpy.core.handles.state cimport (
     ABORTED, DEFERRED, FAILED, FINALIZED, INIT_DONE, INIT_IN_GUARD, INIT_IN_PARENT, INIT_PENDING, INIT_POLLED,
@@ -513,7 +513,7 @@ cdef int _raise_in_readers(Handle handle, object error, set informed) except -1:
     handle.abort_state.readers_told = True
     readers = handle.readers() - informed
     if readers:
-        tell_trouble([handle], error)  # adds to the error what the other ranks do
+        explain_and_report([handle], error)  # adds to the error what the other ranks do
         raise_in_readers(readers, 0, error, handle.abort_state.informed)
         informed |= readers
     return 0
@@ -620,7 +620,7 @@ cdef int end_quietly(list threads, object reason, object error) except -1:
 cdef int abort_and_report(list handles, object reason, object error) except -1:
     note_failure(handles, error)
     end_quietly(begin_quietly(handles, reason), reason, error)
-    return tell_trouble(handles, error)
+    return explain_and_report(handles, error)
 
 
 cdef int _leave_behind(list handles, object reason) except -1:
@@ -701,7 +701,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
             _leave_behind(unendable, reason)
     except Exception as failure:
         attach(error, [failure])
-    return tell_trouble(handles, error)
+    return explain_and_report(handles, error)
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:

@@ -272,7 +272,7 @@ cdef class Handle:
 cdef int note_failure(list handles, object error) except -1
 
 # Have the communicators' `PeerStatusHook` explain an error, unless `wait` is False, and report it with `tell_failed`.
-cdef int tell_trouble(list handles, object error, bint wait=*) except -1
+cdef int explain_and_report(list handles, object error, bint wait=*) except -1
 
 # Take a lock, trying until `until`; return whether it was taken.
 cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil

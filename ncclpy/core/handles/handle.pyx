@@ -510,7 +510,7 @@ cdef class Handle:
         self.note_informed()
         if self.abort_state.error is not None:  # a copy: each raise of the original would add frames to its traceback
             error = type(self.abort_state.error)(f"{what}: {self.abort_state.error}")
-            tell_trouble([self], error)
+            explain_and_report([self], error)
             return error
         return NcclAborted(what if self.abort_state.reason is None else f"{what} ({self.abort_state.reason})")
 
@@ -669,7 +669,7 @@ cdef int note_failure(list handles, object error) except -1:
     return 0
 
 
-cdef int tell_trouble(list handles, object error, bint wait=True) except -1:
+cdef int explain_and_report(list handles, object error, bint wait=True) except -1:
     cdef Handle handle
     if wait:
         for handle in handles:

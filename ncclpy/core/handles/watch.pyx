@@ -32,7 +32,7 @@ from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, 
 from ncclpy.core.runtime.library cimport check_driver, warn_of_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
-    PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, CallTracer, note_failure, on_main_thread, tell_ready, tell_trouble,
+    PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, CallTracer, note_failure, on_main_thread, tell_ready, explain_and_report,
 )
 from ncclpy.core.arguments.operation cimport Operation, function_of
 from ncclpy.core.handles.state cimport (
@@ -225,7 +225,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             abort_and_report([handle], f"{what} failed", failure)
             handle.become(FAILED)
         else:
-            tell_trouble([handle], failure)
+            explain_and_report([handle], failure)
         raise failure
 
 
@@ -379,7 +379,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         Py_XDECREF(waiting.abort_threads)
         end_quietly(threads, waiting.what.decode(), error)
         handle.note_informed()
-        tell_trouble([handle], error)
+        explain_and_report([handle], error)
         raise error
     if handle.peer_status is not None and handle.peer_status.has_ended():  # an abort may have ended the wait
         raise _not_complete(handle, waiting, "aborted")
@@ -397,7 +397,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         try:
             raise_nccl(state, waiting.what, handle.raw)
         except NcclError as error:
-            tell_trouble([handle], error)
+            explain_and_report([handle], error)
             raise
     return 0
 

@@ -13,7 +13,7 @@ from ncclpy.core.handles cimport handle as _observers
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, abort_and_report, note_local_peer, tied
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, call_blocking, close_comm
-from ncclpy.core.handles.handle cimport WAS_ABORTED, tell_failed
+from ncclpy.core.handles.handle cimport WAS_ABORTED, report_failure
 from ncclpy.core.runtime.library cimport check, warn_of_overrides, nccl, require, version_code
 from ncclpy.core.arguments.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, InitArgs, Operation
 from ncclpy.core.handles.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, DEFERRED, InitState, is_over
@@ -683,7 +683,7 @@ cdef class Lifecycle(Handle):
                 error = self.timeout_error("initialisation", now() - started)
                 threads = begin_abort(tied(self), "initialisation passed its deadline")
                 await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
-                tell_failed(error, False)
+                report_failure(error, False)
                 raise error
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.01)

@@ -31,7 +31,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.arguments.buffers cimport View, read_view
 from ncclpy.core.arguments.operation cimport NOT_THERE, function_of
-from ncclpy.core.handles.handle cimport TRUSTED, FENCED, PAST_DEADLINE, WAS_ABORTED, Handle, tell_failed
+from ncclpy.core.handles.handle cimport TRUSTED, FENCED, PAST_DEADLINE, WAS_ABORTED, Handle, report_failure
 from ncclpy.core.handles.state cimport ABORTED
 from ncclpy.core.runtime.device cimport enter_device, leave_device, relax, restore
 from ncclpy.core.runtime.library cimport (
@@ -214,7 +214,7 @@ cdef class _Failing:
                     work.settle(error)
                 else:
                     launch.fail(error)
-                tell_failed(error, False)
+                report_failure(error, False)
         finally:
             work.failing = HAS_FAILED  # from now on the monitor may release it, once it is settled and over
 

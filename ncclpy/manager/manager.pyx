@@ -9,7 +9,7 @@ from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.arguments.buffers cimport View
 from ncclpy.core.runtime.library cimport check_process, driver
-from ncclpy.core.handles.handle cimport tell_failed
+from ncclpy.core.handles.handle cimport report_failure
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, Lock, user_executor
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING, CommunicatorSet, Launch, launch_here, record_producer
@@ -532,7 +532,7 @@ Gather the participants of collectives by key and launch each collective when al
             with self.lock:
                 self._note_failures([failure])
             begun = comm_set.abort(failure)
-            tell_failed(failure, False)
+            report_failure(failure, False)
             if begun:
                 abort_in_background(begun, str(failure))
         for gathering in late:
@@ -541,7 +541,7 @@ Gather the participants of collectives by key and launch each collective when al
                 self._note_failures([failure])
             gathering.end(failure)
             gathering.let_go()
-            tell_failed(failure, False)
+            report_failure(failure, False)
         if stalled:
             user_executor.submit(Stalled(stalled))
 

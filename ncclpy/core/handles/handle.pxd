@@ -23,7 +23,7 @@ cdef FailureListener listener  # None without one
 cpdef int set_listener(FailureListener new) except -1
 
 # Report an operation's error to the listener, if it is NcclTimeout or NcclRemoteError.
-cdef int tell_failed(object error, bint wait=*) except -1
+cdef int report_failure(object error, bint wait=*) except -1
 
 # Between these two calls the calling thread reports nothing: their caller reports the outcome. They nest.
 cdef void suppress_reports() noexcept nogil
@@ -271,7 +271,7 @@ cdef class Handle:
 # Note in communicators that are about to be aborted which error is the reason, if it is an NcclError.
 cdef int note_failure(list handles, object error) except -1
 
-# Have the communicators' `PeerStatusHook` explain an error, unless `wait` is False, and report it with `tell_failed`.
+# Have the communicators' `PeerStatusHook` explain an error, unless `wait` is False, and call `report_failure`.
 cdef int explain_and_report(list handles, object error, bint wait=*) except -1
 
 # Take a lock, trying until `until`; return whether it was taken.

@@ -77,7 +77,7 @@ def failure_listener():
     return listener
 
 
-cdef int tell_failed(object error, bint wait=True) except -1:
+cdef int report_failure(object error, bint wait=True) except -1:
     if listener is None or ncclpy_suppressed or not isinstance(error, (NcclTimeout, NcclRemoteError)):
         return 0
     return listener.failed(error, wait)
@@ -674,7 +674,7 @@ cdef int explain_and_report(list handles, object error, bint wait=True) except -
     if wait:
         for handle in handles:
             handle.explain(error)
-    return tell_failed(error, wait)
+    return report_failure(error, wait)
 
 
 cdef PyObject** in_lock_order(list handles) except NULL:

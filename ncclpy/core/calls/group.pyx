@@ -599,7 +599,7 @@ cdef int _await_members(Group group, Waiting* only_wait) except -1:
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # FINALIZED: a close waits for this group
                     if not children:
-                        handle.was_in_progress()
+                        handle.note_in_progress()
                     await_member(errors, handle, _deadline_of(group, handle.limit, errors))
             if not errors:
                 with nogil:

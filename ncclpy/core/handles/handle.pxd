@@ -237,7 +237,7 @@ cdef class Handle:
     # Whether NCCL makes its calls in the background; NCCL refuses to mix such calls with others in a group.
     cdef bint in_background(self) noexcept
     # Called after a call of NCCL has returned ncclInProgress: warn if the communicator is a blocking one with a guard.
-    cdef int was_in_progress(self) except -1
+    cdef int note_in_progress(self) except -1
 
     # Errors.
     cdef int check_call(self, ncclResult_t result, const char* function) except -1

@@ -32,7 +32,7 @@ from ncclpy.core.handles.state cimport (
 )
 from ncclpy.core.runtime.device cimport relax, restore
 from ncclpy.core.runtime.library cimport (
-    abort_preempts, check, driver, guarded_was_in_progress, nccl, require, missing_ranks,
+    abort_preempts, check, driver, missing_ranks, nccl, require, warn_of_in_progress,
 )
 from ncclpy.core.runtime.stream cimport Stream, event_behind, hold
 from ncclpy.core.runtime.wait cimport FOREVER, has_drained, now, coarse_now, pause, this_thread
@@ -482,9 +482,9 @@ cdef class Handle:
             return self.init_state.guarded or self.nonblocking
         return self.nonblocking
 
-    cdef int was_in_progress(self) except -1:
+    cdef int note_in_progress(self) except -1:
         if self.guard != NULL and not self.nonblocking:
-            guarded_was_in_progress()
+            warn_of_in_progress()
         return 0
 
     cdef int check_call(self, ncclResult_t result, const char* function) except -1:

@@ -8,7 +8,7 @@ cdef str missing_ranks(ncclComm_t comm)
 cdef int warn_of_overrides() except -1
 
 # Warn of NCCL_COMM_BLOCKING=0: a call that should have blocked has returned ncclInProgress.
-cdef int guarded_was_in_progress() except -1
+cdef int warn_of_in_progress() except -1
 
 # The tables of C functions. An entry is NULL until the library is loaded, if the loaded NCCL lacks the symbol, and in
 # a process forked after loading. Before calling an entry, call `require(...)`, which loads the library, or raises and

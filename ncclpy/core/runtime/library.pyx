@@ -90,7 +90,7 @@ cdef int warn_of_overrides() except -1:
     return 0
 
 
-cdef int guarded_was_in_progress() except -1:
+cdef int warn_of_in_progress() except -1:
     return _warn_once(_BLOCKING, 0, "is in force (a call that should block has returned ncclInProgress)")
 
 

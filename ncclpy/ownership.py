@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-__all__ = ["ForeignFile", "make_folder", "open_own", "why_exposed", "why_foreign", "why_of_another"]
+__all__ = ["ForeignFile", "make_folder", "open_own", "why_exposed", "why_foreign", "why_owner_untrusted"]
 
 #: The most links followed on the way to a folder: the system's own limit.
 _MAX_LINKS = 40
@@ -37,7 +37,7 @@ def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
     if not stat.S_ISDIR(status.st_mode):
         return "is no folder"
     if status.st_uid != os.geteuid():
-        return _of_another(status)
+        return _owned_by_another(status)
     if status.st_mode & (0o077 if secret else 0o022):
         return f"is open to other users, as its mode is {stat.S_IMODE(status.st_mode):03o} (chmod 700 ends that)"
     return ""
@@ -56,7 +56,7 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
         step = os.path.normpath(os.path.join(at, name))
         status = os.lstat(step)
         if status.st_uid not in (0, os.geteuid()):
-            return f"{step} {_of_another(status)}"
+            return f"{step} {_owned_by_another(status)}"
         if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > _MAX_LINKS:
@@ -71,20 +71,20 @@ def why_exposed(path: str | os.PathLike[str]) -> str:
     return f"{os.fspath(path)} {why}" if why else ""
 
 
-def why_of_another(path: str | os.PathLike[str]) -> str:
+def why_owner_untrusted(path: str | os.PathLike[str]) -> str:
     """Return the end of a sentence that begins with a folder's path and names its owner; "" if the owner is trusted.
 
     Trusted are this user and root; a process of root trusts every user.
     """
     status = os.stat(path)
-    return "" if os.geteuid() == 0 or status.st_uid in (0, os.geteuid()) else _of_another(status)
+    return "" if os.geteuid() == 0 or status.st_uid in (0, os.geteuid()) else _owned_by_another(status)
 
 
 def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".")]
 
 
-def _of_another(status: os.stat_result) -> str:
+def _owned_by_another(status: os.stat_result) -> str:
     me = os.geteuid()
     squashed = " (NFS with root_squash gives root's files to another user)" if me == 0 else ""
     return f"belongs to user {status.st_uid}, and this process runs as user {me}{squashed}"
@@ -128,7 +128,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise ForeignFile(f"{os.fspath(path)} is no ordinary file")
         if status.st_uid != os.geteuid():
-            raise ForeignFile(f"{os.fspath(path)} {_of_another(status)}")
+            raise ForeignFile(f"{os.fspath(path)} {_owned_by_another(status)}")
     except BaseException:
         os.close(fd)
         raise

@@ -25,7 +25,7 @@ from ncclpy.core.handles.handle import FailureListener, set_listener
 from ncclpy.engine import callbacks
 from ncclpy.engine.recorder import dump, record_all, text_of
 from ncclpy.errors import listed, spans
-from ncclpy.ownership import ForeignFile, why_of_another
+from ncclpy.ownership import ForeignFile, why_owner_untrusted
 
 # How long after a failure its dump is written: other works of the launch or group fail soon after it, and the dump
 # should show them as failed.
@@ -191,7 +191,7 @@ def _write(path: str, reason: str | None) -> None:
     """Write a dump atomically: to another name, then renamed."""
     folder, unfinished = os.path.dirname(path), f"{path}.unfinished"
     os.makedirs(folder, exist_ok=True)
-    foreign = why_of_another(folder)
+    foreign = why_owner_untrusted(folder)
     if foreign:
         raise ForeignFile(f"{folder} {foreign}")
     text = dump(reason=reason)  # first: a key's ``__repr__`` may take until the process ends

@@ -57,13 +57,13 @@ def test_folder_of_another_user_is_named_with_both_users(folder, given_away):
 def test_folder_of_another_user_is_trusted_by_its_owner_and_root_alone(folder, given_away, monkeypatch, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(folder)
-    assert ownership.why_of_another(folder) == ownership.why_of_another("/") == ""
+    assert ownership.why_owner_untrusted(folder) == ownership.why_owner_untrusted("/") == ""
     given_away(folder)
     for user in (OTHER, 0):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        assert ownership.why_of_another(folder) == ""
+        assert ownership.why_owner_untrusted(folder) == ""
     monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)
-    assert ownership.why_of_another(link) == f"belongs to user {OTHER}, and this process runs as user {OTHER + 1}"
+    assert ownership.why_owner_untrusted(link) == f"belongs to user {OTHER}, and this process runs as user {OTHER + 1}"
 
 
 def test_folder_that_others_can_write_to_is_foreign(folder):

@@ -188,7 +188,7 @@ def _in_child():
 os.register_at_fork(after_in_child=_in_child)
 _choice = None  # what use() asked for
 _library = None  # the Library, once loaded
-_driver_places = []  # why no GPU can be used, from the last _has_gpu()
+_driver_failures = []  # why no GPU can be used, from the last _has_gpu()
 cdef int _version = 0
 
 
@@ -363,9 +363,9 @@ def _load():
     places = search.candidates()
     if choice is None and not _has_gpu():
         raise LibraryNotFound(
-            "no GPU can be used here: " + "; ".join(_driver_places) + ".\nlibnccl would be taken from:\n"
+            "no GPU can be used here: " + "; ".join(_driver_failures) + ".\nlibnccl would be taken from:\n"
             + "".join(f"  {path} ({why})\n" for path, why in places) + _HOW_TO_CHOOSE,
-            detail="; ".join(_driver_places),  # set in this case only: the command line then takes the host engine
+            detail="; ".join(_driver_failures),  # set in this case only: the command line then takes the host engine
         )
     return _open(places, origin if choice else "automatic")
 
@@ -496,7 +496,7 @@ cdef int load_driver() except -1:
 
 
 def _has_gpu():
-    """Return whether libcuda.so.1 opens and shows a device; if not, `_driver_places` tells why."""
+    """Return whether libcuda.so.1 opens and shows a device; if not, `_driver_failures` tells why."""
     cdef void* handle
     cdef int count = 0
     cdef bint works
@@ -505,17 +505,17 @@ def _has_gpu():
     cdef int (*get_count)(int*) noexcept nogil
     with nogil:
         handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
-    del _driver_places[:]
+    del _driver_failures[:]
     if handle == NULL:
         error = dlerror()
-        _driver_places.append(error.decode(errors="replace") if error != NULL else "libcuda.so.1 was not opened")
+        _driver_failures.append(error.decode(errors="replace") if error != NULL else "libcuda.so.1 was not opened")
         return False
     start = <int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit")
     get_count = <int (*)(int*) noexcept nogil>dlsym(handle, b"cuDeviceGetCount")
     with nogil:  # it can take a second
         works = start != NULL and get_count != NULL and start(0) == 0 and get_count(&count) == 0 and count > 0
     if not works:
-        _driver_places.append("libcuda.so.1 opens but shows no device")
+        _driver_failures.append("libcuda.so.1 opens but shows no device")
         return False
     return True
 

@@ -526,7 +526,7 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
     return 0
 
 
-cdef int _place(const View* view) except -3:
+cdef int _device_of_view(const View* view) except -3:
     """Return the device on which a view's memory lies, or `HOST_MEMORY`, as always on the host engine."""
     if view.device == HOST_MEMORY or view.count == 0:
         return HOST_MEMORY
@@ -619,7 +619,7 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
 
     def __array__(self, dtype=None, copy=None):
         """Return the memory as a numpy array of one dimension, if it is CPU memory."""
-        device = _place(&self.view)
+        device = _device_of_view(&self.view)
         if device != HOST_MEMORY:
             raise TypeError(
                 f"{self!r} is memory of a GPU, which numpy cannot read: make a tensor with torch.from_dlpack(buffer) "
@@ -635,7 +635,7 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
     @property
     def __cuda_array_interface__(self):
         """The description of GPU memory for CuPy, numba and others; CPU memory has none."""
-        if _place(&self.view) == HOST_MEMORY:
+        if _device_of_view(&self.view) == HOST_MEMORY:
             raise AttributeError(f"{self!r} is CPU memory, which has no __cuda_array_interface__")
         return {
             "shape": (self.view.count // self.view.unit,),
@@ -652,13 +652,13 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"{self!r} is passed on where it lies, {self.__dlpack_device__()}, not {dl_device}")
         return dlpack_capsule(
-            self.view.pointer, self.view.count // self.view.unit, self.name(), _place(&self.view),
+            self.view.pointer, self.view.count // self.view.unit, self.name(), _device_of_view(&self.view),
             self.view.readonly, max_version is not None and max_version[0] >= 1, self,
         )
 
     def __dlpack_device__(self):
         """Return DLPack's type and number of the device: ``(1, 0)`` for CPU memory, ``(2, 3)`` for memory of GPU 3."""
-        cdef int device = _place(&self.view)
+        cdef int device = _device_of_view(&self.view)
         if device == HOST_MEMORY:
             return kDLCPU, 0
         return kDLCUDA, device

@@ -192,7 +192,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
     raise first
 
 
-def _place(thread: int | None) -> str:
+def _stack_of(thread: int | None) -> str:
     """Return the stack of a thread, without the frames of this module."""
     frame = sys._current_frames().get(thread or 0)
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
@@ -249,7 +249,7 @@ class _Threads:
 
     def where(self, rank: int) -> str:
         """Return the stack of a rank's thread."""
-        return _place(self._threads[rank].ident)
+        return _stack_of(self._threads[rank].ident)
 
     def end(self) -> None:
         """Leave behind what still runs: a thread cannot be ended from outside."""
@@ -372,7 +372,7 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-            tell("place", _place(main))
+            tell("place", _stack_of(main))
             stopping.set()
             for comm in comms:
                 comm.abort()

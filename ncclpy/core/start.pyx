@@ -17,7 +17,7 @@ from ncclpy.core.arguments.validation cimport (
 )
 from ncclpy.core.window cimport CustomOp, Window, lies_in_window
 from ncclpy.core.runtime.stream cimport as_stream_of
-from ncclpy.core.calls.submit cimport makes_pairs, submit
+from ncclpy.core.calls.submit cimport can_submit_pair, submit
 from ncclpy.core.runtime.wait cimport as_timeout
 from ncclpy.core.handles.watch cimport enforce_limit
 
@@ -126,7 +126,7 @@ cdef int start_pair(
     cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
     _choose_stream(comm, sent, stream, &send_operation.stream, &wait_send)
     _choose_stream(comm, received, stream, &recv_operation.stream, &wait_recv)
-    if send_operation.stream == recv_operation.stream and wait_send == wait_recv and makes_pairs():
+    if send_operation.stream == recv_operation.stream and wait_send == wait_recv and can_submit_pair():
         send_operation.kind = recv_operation.kind = SENDRECV
         send_operation.receive = recv_operation
         return submit(comm, send_operation, send, recv, wait_send, limit)

@@ -10,7 +10,7 @@ cdef int submit(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1
 # Whether a send and a receive can now be made as one call, a SENDRECV: not in a group.
-cdef bint makes_pairs() noexcept
+cdef bint can_submit_pair() noexcept
 # Make a call that waits for other ranks, in a thread of its own.
 cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1
 # Make a call that makes a communicator; `parent` is None for a new clique.

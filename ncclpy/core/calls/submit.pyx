@@ -30,7 +30,7 @@ from ncclpy.core.handles.watch cimport (
 from ncclpy.core.runtime.wait cimport SLICE, deadline_after, now
 
 
-cdef bint makes_pairs() noexcept:
+cdef bint can_submit_pair() noexcept:
     return open_group() == NULL and nccl.ncclGroupStart != NULL and nccl.ncclSend != NULL and nccl.ncclRecv != NULL
 
 

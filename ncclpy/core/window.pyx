@@ -21,7 +21,7 @@ from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, h
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.arguments.operation cimport WINDOW, Operation
 from ncclpy.core.handles.state cimport ABORTED, READY
-from ncclpy.core.calls.submit cimport check_makes, make_alone
+from ncclpy.core.calls.submit cimport check_may_make, make_alone
 from ncclpy.core.arguments.validation cimport read_on_device
 from ncclpy.core.runtime.wait cimport deadline_after
 from ncclpy.core.handles.watch cimport check_alive, finish
@@ -302,7 +302,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         require(<void*>nccl.ncclCommWindowRegister, b"ncclCommWindowRegister")
         group = current_group()
         if group is not None:
-            check_makes(group, "window")
+            check_may_make(group, "window")
         self.cell = <ncclWindow_t*>calloc(1, sizeof(ncclWindow_t))
         if self.cell == NULL:
             raise MemoryError

@@ -3,7 +3,7 @@ from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.arguments.operation cimport Operation
 
 # Refuse to make an object in a group that never calls NCCL (simulate) or does so many times (a plan).
-cdef int check_makes(Group group, str what) except -1
+cdef int check_may_make(Group group, str what) except -1
 
 # Make a call. `limit` is in seconds, for this operation only.
 cdef int submit(

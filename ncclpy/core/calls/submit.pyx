@@ -232,7 +232,7 @@ cdef int _record_behind_late_call(Handle handle, CUstream stream) except -1:
     return 0
 
 
-cdef int check_makes(Group group, str what) except -1:
+cdef int check_may_make(Group group, str what) except -1:
     """Refuse to make an object in a group that never calls NCCL (simulate) or does so many times (a plan)."""
     if group.simulate:
         raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
@@ -246,7 +246,7 @@ cdef int issue_init(Handle parent, Handle child, Operation* operation) except -1
     cdef Group group
     if open_group() != NULL:
         group = <Group>open_group()
-        check_makes(group, "communicator")
+        check_may_make(group, "communicator")
         return _record_init(group, parent, child, operation)
     group = Group()
     group.bare = True

@@ -22,4 +22,4 @@ cdef extern from "ordered_mutex.h" nogil:
     # For locks that are no `mutex_t`; no effect unless the build asserts the order.
     void lock_wanted "ncclpy_lock_wanted"(ncclpy_lock, const void*)
     void lock_taken "ncclpy_lock_taken"(ncclpy_lock, const void*)
-    void lock_left "ncclpy_lock_left"(ncclpy_lock, const void*)
+    void lock_released "ncclpy_lock_released"(ncclpy_lock, const void*)

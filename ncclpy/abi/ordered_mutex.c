@@ -103,7 +103,7 @@ void ncclpy_lock_taken(ncclpy_lock lock, const void* which) {
   count++;
 }
 
-void ncclpy_lock_left(ncclpy_lock lock, const void* which) {
+void ncclpy_lock_released(ncclpy_lock lock, const void* which) {
   int i = count - 1;
   while (i >= 0 && (held[i].lock != lock || held[i].which != which)) i--;
   if (i < 0) end("it gives %s (%p) back, which it does not hold", places[lock].words, which);

@@ -76,7 +76,7 @@ typedef pthread_mutex_t ncclpy_mutex;
 #define ncclpy_mutex_unlock(mutex) pthread_mutex_unlock(mutex)
 #define ncclpy_lock_wanted(lock, which) ((void)0)
 #define ncclpy_lock_taken(lock, which) ((void)0)
-#define ncclpy_lock_left(lock, which) ((void)0)
+#define ncclpy_lock_released(lock, which) ((void)0)
 #define ncclpy_lock_none(first, before) ((void)0)
 
 #else
@@ -95,7 +95,7 @@ typedef struct ncclpy_mutex {
    lock is recorded like any other. */
 void ncclpy_lock_wanted(ncclpy_lock lock, const void* which);
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which);
-void ncclpy_lock_left(ncclpy_lock lock, const void* which);
+void ncclpy_lock_released(ncclpy_lock lock, const void* which);
 /* Ends the process if this thread holds `first` or a lock after it in the list. */
 void ncclpy_lock_none(ncclpy_lock first, const char* before);
 
@@ -121,7 +121,7 @@ static inline int ncclpy_mutex_trylock(ncclpy_mutex* mutex) {
 }
 
 static inline int ncclpy_mutex_unlock(ncclpy_mutex* mutex) {
-  ncclpy_lock_left(mutex->lock, mutex);
+  ncclpy_lock_released(mutex->lock, mutex);
   return pthread_mutex_unlock(&mutex->raw);
 }
 

@@ -25,7 +25,7 @@ class Mutex : public std::mutex {
     return true;
   }
   void unlock() {
-    ncclpy_lock_left(place, this);
+    ncclpy_lock_released(place, this);
     std::mutex::unlock();
   }
 };

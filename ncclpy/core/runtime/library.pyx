@@ -19,7 +19,7 @@ import warnings
 
 from libc.stdlib cimport getenv, strtoll
 
-from ncclpy.abi.locks cimport DEBUG_LOCKS, LOCK_LIBRARY, lock_left, lock_taken, lock_wanted, ncclpy_lock
+from ncclpy.abi.locks cimport DEBUG_LOCKS, LOCK_LIBRARY, lock_released, lock_taken, lock_wanted, ncclpy_lock
 from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t, ncclRemoteError, ncclTimeout
 
 from ncclpy.core.runtime import search
@@ -172,7 +172,7 @@ cdef class PythonLock:
         lock_taken(self.place, <void*>self)
 
     def __exit__(self, *error):
-        lock_left(self.place, <void*>self)
+        lock_released(self.place, <void*>self)
         self.lock.release()
 
 

@@ -43,7 +43,7 @@ class Ordered : Base {
     ncclpy_lock_taken(place, this);
   }
   void unlock() {
-    ncclpy_lock_left(place, this);
+    ncclpy_lock_released(place, this);
     Base::unlock();
   }
   void lock_shared() {
@@ -52,7 +52,7 @@ class Ordered : Base {
     ncclpy_lock_taken(place, this);
   }
   void unlock_shared() {
-    ncclpy_lock_left(place, this);
+    ncclpy_lock_released(place, this);
     Base::unlock_shared();
   }
 };

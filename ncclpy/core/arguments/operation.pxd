@@ -25,7 +25,7 @@ cdef enum:
     GROW
 
 
-# The arguments of a call that makes a communicator. They stay on the heap until NCCL has written `cell`.
+# The arguments of a call that makes a communicator. They stay on the heap until NCCL has written `new_comm`.
 cdef struct InitArgs:
     ncclConfig_t config
     bint inherits  # no configuration was given: the parent's is inherited
@@ -39,7 +39,7 @@ cdef struct InitArgs:
     int nexclude
     int flags
     CUcontext context  # of the communicator's device
-    ncclComm_t cell
+    ncclComm_t new_comm  # receives the communicator or, if it gets one, its guard
 
 
 # One NCCL call with its arguments: what a communicator submits, a group records and a plan keeps.

@@ -147,13 +147,15 @@ cdef ncclResult_t _issue_init(const Operation* o) noexcept nogil:
     if driver.cuCtxGetCurrent(&saved) != 0 or driver.cuCtxSetCurrent(args.context) != 0:
         return ncclUnhandledCudaError
     if o.kind == INIT_RANK:
-        result = nccl.ncclCommInitRankConfig(&args.cell, args.nranks, args.id, args.rank, config)
+        result = nccl.ncclCommInitRankConfig(&args.new_comm, args.nranks, args.id, args.rank, config)
     elif o.kind == SPLIT and nccl.ncclCommSplit != NULL:
-        result = nccl.ncclCommSplit(o.comm, args.color, args.key, &args.cell, config)
+        result = nccl.ncclCommSplit(o.comm, args.color, args.key, &args.new_comm, config)
     elif o.kind == SHRINK and nccl.ncclCommShrink != NULL:
-        result = nccl.ncclCommShrink(o.comm, args.exclude, args.nexclude, &args.cell, config, args.flags)
+        result = nccl.ncclCommShrink(o.comm, args.exclude, args.nexclude, &args.new_comm, config, args.flags)
     elif o.kind == GROW and nccl.ncclCommGrow != NULL:
-        result = nccl.ncclCommGrow(o.comm, args.nranks, &args.id if args.has_id else NULL, args.rank, &args.cell, config)
+        result = nccl.ncclCommGrow(
+            o.comm, args.nranks, &args.id if args.has_id else NULL, args.rank, &args.new_comm, config
+        )
     driver.cuCtxSetCurrent(saved)
     return result
 

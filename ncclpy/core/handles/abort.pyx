@@ -807,8 +807,8 @@ cdef list tied(Handle handle):
     """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
     may_have_cell = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
     if may_have_cell and handle.raw == NULL and abort_preempts:
-        handle.take_cell()  # the host engine may have written the communicator, in a call of another thread
-        if handle.init_state.init_args.cell != NULL:
+        handle.take_new_comm()  # the host engine may have written the communicator, in a call of another thread
+        if handle.init_state.init_args.new_comm != NULL:
             handle.init_state.stage = INIT_POLLED
     unmade = handle.state == DEFERRED or handle.state == INITIALISING
     if unmade and handle.raw == NULL and handle.guard == NULL and handle.parent is not None:
@@ -822,9 +822,9 @@ cdef bint _is_in_parent(Handle handle) noexcept:
 
 
 cdef bint is_stray(Handle handle) noexcept:
-    # Only the host engine fills the cells of communicators that it made before another call of the group failed.
+    # Only the host engine fills `new_comm` of communicators that it made before another call of the group failed.
     if handle.state == FAILED and abort_preempts and handle.raw == NULL and handle.guard == NULL:
-        handle.take_cell()
+        handle.take_new_comm()
     return handle.raw != NULL or handle.guard != NULL
 
 
@@ -838,18 +838,18 @@ cdef bint _adopt_late_handle(Handle handle, bint called) except -1:
     if handle.state != ABORTED or handle.init_state is None:
         return False
     if not called and abort_preempts and handle.init_state.stage == INIT_PENDING and handle.parent is None:
-        # The host engine fills the cell as soon as the call has begun; the call returns only after this abort.
-        if handle.init_state.init_args.cell == NULL:
+        # The host engine fills `new_comm` as soon as the call has begun; the call returns only after this abort.
+        if handle.init_state.init_args.new_comm == NULL:
             return False
-        handle.take_cell()
+        handle.take_new_comm()
         handle.init_state.stage = INIT_POLLED
         return True
     with nogil:
-        taken = _take_cell_late(handle, called)
+        taken = _take_new_comm_late(handle, called)
     return taken
 
 
-cdef bint _take_cell_late(Handle handle, bint called) noexcept nogil:
+cdef bint _take_new_comm_late(Handle handle, bint called) noexcept nogil:
     cdef double until = now() + LATE_PATIENCE
     cdef bint taken
     if not lock_within(&handle.mutex, until):
@@ -859,9 +859,9 @@ cdef bint _take_cell_late(Handle handle, bint called) noexcept nogil:
     taken = handle.init_state.stage != INIT_PENDING or (called and handle.raw == NULL)  # else the call has not returned
     if taken:
         if handle.raw == NULL and handle.init_state.stage == INIT_IN_GUARD:
-            handle.raw = handle.init_state.guard_split.cell
+            handle.raw = handle.init_state.guard_split.new_comm
         elif handle.raw == NULL and (handle.init_state.stage == INIT_IN_PARENT or handle.init_state.stage == INIT_PENDING):
-            handle.raw = handle.init_state.init_args.cell
+            handle.raw = handle.init_state.init_args.new_comm
         handle.init_state.stage = INIT_DONE
         taken = handle.raw != NULL
     handle.unlock()

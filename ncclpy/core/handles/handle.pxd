@@ -228,8 +228,8 @@ cdef class Handle:
     cdef ncclComm_t error_source(self) noexcept
     cdef const char* last_error_text(self) noexcept
 
-    # Take over what NCCL has written into the cell of `init_state`: the communicator, or its guard.
-    cdef void take_cell(self) noexcept nogil
+    # Take over what NCCL has written to `new_comm` of `init_state`: the communicator, or its guard.
+    cdef void take_new_comm(self) noexcept nogil
 
     # Whether an abort ends any call and any operation of it.
     cdef bint can_be_ended(self) noexcept

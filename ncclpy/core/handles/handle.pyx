@@ -452,7 +452,7 @@ cdef class Handle:
         if self.parent is not None:
             return self.parent.raw
         if self.state == DEFERRED and abort_preempts and self.init_state is not None:
-            return self.init_state.init_args.cell
+            return self.init_state.init_args.new_comm
         return NULL
 
     cdef const char* last_error_text(self) noexcept:
@@ -460,11 +460,11 @@ cdef class Handle:
             return self.init_state.guard_split.words
         return nccl.ncclGetLastError(self.error_source()) if nccl.ncclGetLastError != NULL else NULL
 
-    cdef void take_cell(self) noexcept nogil:
+    cdef void take_new_comm(self) noexcept nogil:
         if self.init_state.guarded:
-            self.guard = self.init_state.init_args.cell
+            self.guard = self.init_state.init_args.new_comm
         else:
-            self.raw = self.init_state.init_args.cell
+            self.raw = self.init_state.init_args.new_comm
 
     cdef bint can_be_ended(self) noexcept:
         return self.guard != NULL or self.nonblocking or abort_preempts

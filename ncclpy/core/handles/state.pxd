@@ -33,7 +33,7 @@ cdef str state_suffix(int state)
 # Progress of a communicator's initialisation.
 cdef enum:
     INIT_PENDING  # the init call was not made yet, or has not returned in another thread
-    INIT_IN_PARENT  # the parent makes it: its cell is written when the parent leaves ncclInProgress
+    INIT_IN_PARENT  # the parent makes it: `new_comm` is written when the parent leaves ncclInProgress
     INIT_POLLED  # NCCL is polled for the communicator itself or, if it has one, for its guard
     INIT_IN_GUARD  # the guard is made, and the communicator is being split from it
     INIT_DONE
@@ -43,7 +43,7 @@ cdef struct GuardSplit:
     ncclComm_t guard
     ncclConfig_t config
     CUcontext context
-    ncclComm_t cell  # receives the communicator
+    ncclComm_t new_comm  # receives the communicator
     ncclResult_t failed  # result of the split, if that was an error
     char* words  # NCCL's message for `failed`
     int under_way  # 1 until the call has returned
@@ -54,7 +54,7 @@ cdef class InitState:
     cdef GuardSplit* guard_split
     cdef object strings  # keeps the strings that the configurations point to
     cdef bint guarded
-    cdef bint nccl_may_write  # NCCL may still write into the cells
+    cdef bint nccl_may_write  # NCCL may still write to `new_comm`
     cdef int stage
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1

@@ -13,9 +13,9 @@ deadline. Both can be polled and aborted at any time, through the guard.
 The split is called in a thread of its own. NCCL splits in the background and should return at once; if it does not, no
 polling thread is stuck, and an abort of the guard makes the call return.
 
-The cells, in which NCCL stores the handles that it makes, lie on the heap, and are freed only when NCCL cannot write
-into them any more. No thread polls by then: a polling thread holds the communicator, and the communicator its
-`InitState`.
+The fields `new_comm`, to which NCCL writes the handles that it makes, lie on the heap, and are freed only when NCCL
+cannot write to them any more. No thread polls by then: a polling thread holds the communicator, and the communicator
+its `InitState`.
 
 Events are recorded by the thread that makes the call, directly before and after it. No other thread may touch a user's
 stream: it may be destroyed, captured, or stand for another stream in another thread. The clock of an operation starts
@@ -123,7 +123,7 @@ cdef void* _split_guard(void* argument) noexcept nogil:
     cdef CUstreamCaptureMode mode = relax()
     if driver.cuCtxSetCurrent(guard_split.context) == 0:
         # Equal keys keep the ranks.
-        result = nccl.ncclCommSplit(guard_split.guard, 0, 0, &guard_split.cell, &guard_split.config)
+        result = nccl.ncclCommSplit(guard_split.guard, 0, 0, &guard_split.new_comm, &guard_split.config)
     restore(mode)
     if result != ncclSuccess and result != ncclInProgress:
         # Copied here: the guard itself has not failed and does not report this error later.
@@ -134,7 +134,7 @@ cdef void* _split_guard(void* argument) noexcept nogil:
 
 
 cdef class InitState:
-    """Own the cells of a communicator, and the arguments that NCCL reads to make it."""
+    """Own the arguments that NCCL reads to make a communicator, and the fields to which it writes the handles."""
 
     def __cinit__(self):
         self.init_args = <InitArgs*>calloc(1, sizeof(InitArgs))

@@ -69,7 +69,7 @@ cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
             return result
     handle.lock()
     if handle.init_state.stage == INIT_IN_PARENT and handle.state == INITIALISING:
-        handle.take_cell()
+        handle.take_new_comm()
         handle.init_state.stage = INIT_POLLED
     if handle.state != INITIALISING and handle.state != READY:
         result = <ncclResult_t>WAS_ABORTED
@@ -88,10 +88,10 @@ cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
             result = ncclInProgress
         elif result == ncclSuccess:
             if handle.init_state.guarded:
-                handle.raw = handle.init_state.guard_split.cell
+                handle.raw = handle.init_state.guard_split.new_comm
             if handle.raw != NULL:
                 handle.init_state.stage = INIT_DONE
-            else:  # NCCL has not written the cell yet
+            else:  # NCCL has not written `new_comm` yet
                 result = ncclInProgress
     handle.unlock()
     return result
@@ -122,12 +122,14 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
     # An abort depends on this state: it is set first, and without Python code, in which a signal handler may raise.
     child.init_state.nccl_may_write = True
     child.become(INITIALISING)
-    # NCCL writes the cell of a child of a nonblocking parent when the parent is done; any other cell is written by
+    # NCCL writes `new_comm` of a child of a nonblocking parent when the parent is done; any other one is written by
     # now.
-    in_parent = child.parent is not None and child.parent.in_background() and child.init_state.init_args.cell == NULL
+    in_parent = (
+        child.parent is not None and child.parent.in_background() and child.init_state.init_args.new_comm == NULL
+    )
     child.init_state.stage = INIT_IN_PARENT if in_parent else INIT_POLLED
     if not in_parent:
-        child.take_cell()
+        child.take_new_comm()
     if child.parent is not None:
         child.parent.making.append(child)
         child.parent.children.add(child)

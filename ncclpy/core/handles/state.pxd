@@ -106,9 +106,9 @@ cdef const Mark* first_marked(const OpEventRing* marks) noexcept nogil
 cdef size_t threads_marked(const OpEventRing* marks, unsigned long* threads, size_t most) noexcept nogil
 
 
-# What is under way on a communicator, for the watchdog; without `watched` only `shortest_limit` is used.
+# What is under way on a communicator. All but `captured` is kept only for a communicator that the watchdog checks.
 cdef struct InFlight:
-    bint watched  # it can be ended and has a deadline
+    bint watched  # the watchdog checks it: it has a guard, or had an operation with a deadline
     OpEventRing* marks
     double call_since  # since when a thread is in a call of NCCL; 0 if none is
     double call_limit

@@ -579,7 +579,7 @@ cdef double _check_all() except? -1:
     """Check every communicator once; return the seconds until the next round."""
     cdef Handle handle
     cdef double shortest_limit = LONGEST_PAUSE * 8
-    cdef bint asked_to_stop = _is_interrupted()
+    cdef bint interrupted = _is_interrupted()
     for reference in list(_watched):
         handle = reference()
         if handle is None or is_over(handle.state):
@@ -588,20 +588,20 @@ cdef double _check_all() except? -1:
         shortest_limit = min(shortest_limit, handle.limit, handle.in_flight.shortest_limit)
         if handle.state in (READY, FINALIZED):  # operations from before a close keep their deadlines
             try:
-                _check_communicator(handle, asked_to_stop)
+                _check_communicator(handle, interrupted)
             except Exception as error:  # the others are still watched
                 _watched.remove(reference)
                 _log.error("%r is no longer watched", handle, exc_info=error)
     return shortest_limit / 8
 
 
-cdef int _check_communicator(Handle handle, bint asked_to_stop) except -1:
+cdef int _check_communicator(Handle handle, bint interrupted) except -1:
     cdef double moment = now(), in_call_since = handle.in_flight.call_since
     cdef Mark late
     cdef bint overdue = False
     if in_call_since != 0 and moment - in_call_since > handle.in_flight.call_limit and handle.state == READY:
         return _abort_overdue(handle, "a call of NCCL", moment - in_call_since)
-    if in_call_since != 0 and asked_to_stop and handle.in_flight.call_on_main and in_call_since < ncclpy_sigint_at:
+    if in_call_since != 0 and interrupted and handle.in_flight.call_on_main and in_call_since < ncclpy_sigint_at:
         begin_abort(tied(handle), "interrupted by Ctrl-C while a call of NCCL was stuck")
         return 0
     if handle.in_flight.marks != NULL:

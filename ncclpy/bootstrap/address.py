@@ -29,13 +29,13 @@ def shown(host: str, port: int) -> str:
 
 
 def as_host(host: str, what: str = "host") -> str:
-    """Return a host's name or address, once it is checked that it can be one.
+    """Return a text that can be a host's name or address; raise if it cannot.
 
     Raises
     ------
     ValueError
-        If no resolver can know it: a URL, an address with a port, a text with a blank. `what` names the argument or
-        the variable that has it; the message says what to write instead.
+        If no resolver can know the host: for a URL, an address with a port, a text with a blank. `what` names the
+        argument or the variable that has the text; the message says what to write instead.
     """
     if not host or "\0" in host:
         raise ValueError(f"{what}: expected a name or an address, got {host!r}")
@@ -149,7 +149,8 @@ def loopback(address: Address) -> bool:
 def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
     """Return sockets that listen on each of these addresses, all on one port.
 
-    Addresses that are not this machine's, or of a family that it does not have, are left out: a name may have such.
+    Addresses that are not this machine's, or of a family that it does not support, are skipped: a host name may have
+    such addresses beside usable ones.
     """
     for last in (*[False] * 20, True):
         sockets: list[socket.socket] = []
@@ -178,7 +179,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
                 raise OSError(
                     error.errno,
                     f"a store cannot serve at {where}: the port is taken, by another program or a store of another "
-                    "job; port 0 takes one that is free, which `port` then tells",
+                    "job; with port 0 the store takes a free port, which its attribute `port` then has",
                 ) from error
             if error.errno == errno.EADDRNOTAVAIL:
                 raise OSError(

@@ -110,7 +110,8 @@ class FileStore(Store):
                     if _same_file(self._lock_fd, mark):
                         self._mark_as_open()
                         return
-                # Close the descriptor only after unlocking: another thread may get its number at once, for a lock.
+                # Not inside the block, which ends with an unlock of this descriptor: once it is closed, another thread
+                # may get its number, for a lock of another store.
                 self._close_descriptors()
             except BaseException:
                 self._close_descriptors()

@@ -59,7 +59,8 @@ class FolderWatch:
                 except BlockingIOError:
                     pass
         if not self._local:
-            # A network file system may cache for a while that a name is absent; opening its folder ends that.
+            # A network file system may cache for a while that a name is absent; opening the name's folder makes it ask
+            # the server again.
             os.close(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The client's part of the handshake: it tries all addresses together, until one answers and the token is proved.
 
-The messages are in native/handshake.hpp. A server that does not answer yet is waited for; one that is no store, or
-asks for another token, is an error at once.
+The messages are in native/handshake.hpp. A server that does not answer yet is waited for; a server that is no store,
+or has another token, is an error at once.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _Attempt:
         if verdict:
             self.refusal = "has another token (`token`, NCCLPY_STORE_TOKEN) than this client"
         elif proof != hmac(self._token, b"server" + self._greetings):
-            self.refusal = "claims to know the token and does not: it is not the one that was meant"
+            self.refusal = "claims to know the token and does not: it is not the server that was meant"
         else:
             return Met(it, self._agreed, lease)
         return None
@@ -177,7 +177,7 @@ class _Attempt:
         """End this try; the next one begins a little later."""
         self.leave(selector)
         self.why = why
-        # Randomised: not all clients that came too early try again at the same time.
+        # Randomised, so that clients that connected too early do not all try again at the same time.
         self._pause = min(self._pause * 2, 0.4)
         self.due = time.monotonic() + self._pause * (0.75 + os.urandom(1)[0] / 512)
 

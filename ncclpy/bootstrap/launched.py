@@ -27,7 +27,7 @@ __all__ = ["process_before", "rendezvous", "rendezvous_of_job"]
 #: Connects to the store that torchrun serves; called with the address, the port and a timeout in seconds.
 _connect_to_torchrun: Need[[str | None, int | None, float], Store] = Need("connect_to_torchrun")
 _LOOPBACK = "127.0.0.1"
-#: Names of each launcher's processes that are an ancestor of all ranks of a machine.
+#: By launcher, the possible names of the process from which all ranks of a machine descend.
 _PARENTS = {
     "openmpi": {"prterun", "prted", "mpirun", "mpiexec", "orterun", "orted"},
     "mpich": {"hydra_pmi_proxy"},
@@ -47,11 +47,11 @@ _is_first = False
 def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     """Return this process's place in its job, and the store in which all processes of the job meet.
 
-    The first call, which all ranks make, makes the one store of the process, which is closed when the process ends;
-    the returned store is a view of it and may be closed before. The server is the launcher, if that is ``ncclpy run``;
-    torchrun's agent, if TORCHELASTIC_USE_AGENT_STORE says so (it is then used through torch, with keys of its own
-    after each restart); else rank 0, at MASTER_ADDR and MASTER_PORT. Without these the ranks of one machine meet
-    through a file that is named after the launcher's process and deleted when they have met.
+    The first call, which all ranks must make, opens the one store of the process; it is closed when the process ends.
+    The returned store is a view of that store and may be closed before. The server is the launcher, if that is
+    ``ncclpy run``; torchrun's agent, if TORCHELASTIC_USE_AGENT_STORE says so (its store is used through torch, with
+    new keys after each restart); else rank 0, at MASTER_ADDR and MASTER_PORT. Without these variables the ranks of one
+    machine meet through a file that is named after the launcher's process and deleted when they have met.
 
     If the environment has only RANK and WORLD_SIZE, all ranks wait for each other here and exchange their machines'
     names: the place's local numbers are counted from these, in the order of the ranks.
@@ -74,14 +74,14 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     place = environment()
     if not _lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
         raise NcclTimeout(
-            f"another thread of this process (rank {place.rank} of {place.size}) still tries to reach the store of "
-            f"{place.launcher}, and has not within {as_text(seconds)}"
+            f"another thread of this process (rank {place.rank} of {place.size}) is trying to reach the store of "
+            f"{place.launcher}, and did not succeed within {as_text(seconds)}"
         )
     try:
         if _store is None or _process != os.getpid():  # a forked process makes its own
             store = _connect(place, seconds, deadline)
             try:
-                # From now on the others can learn that this process has ended, however far it has come until then.
+                # From here on the other ranks can detect the end of this process, even before it has made a group.
                 ranks = PrefixStore("ncclpy/ranks", _end_of(store))
                 _is_first = not ranks.check([RankRendezvous.been(place.rank)])
                 rendezvous = RankRendezvous(ranks, "this job", place.rank, place.size)
@@ -93,7 +93,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         if _here is not None and not _is_located(place):
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
-        # Each caller gets a view of its own, which may be closed. The store itself is closed when the process ends.
+        # Each caller gets a separate view, which it may close. The store itself is closed when the process ends.
         end = _end_of(_store)
         end.timeout, end.one_attempt = seconds, _is_first
         return place, end
@@ -106,7 +106,7 @@ def _is_located(place: Place) -> bool:
 
 
 def _locate(place: Place, rendezvous: RankRendezvous, deadline: float) -> tuple[int, int]:
-    """Return local rank and local size, for which all ranks exchange their machines' names."""
+    """Return local rank and local size, counted from the names of machines that all ranks exchange."""
     what = "to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
     told = json.dumps(machine()).encode()
     left = max(0.0, deadline - time.monotonic())
@@ -150,7 +150,7 @@ def _connect(place: Place, seconds: float, deadline: float) -> Store:
     timeout = max(0.0, deadline - time.monotonic())
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _connect_to_torchrun(place.address, place.port, timeout)
-    # On one machine Slurm's reserved ports are not needed, and no resolver may know its names of nodes.
+    # On one machine Slurm's reserved ports are not needed, and the resolver may not know Slurm's node names.
     alone = place.launcher == "slurm" and place.local_size == place.size and not os.environ.get("MASTER_ADDR")
     if place.address is not None and place.port is not None and not alone:
         serve = place.rank == 0 and place.launcher != "ncclpy"
@@ -192,7 +192,7 @@ def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
             if place.rank == 0:
                 with contextlib.suppress(OSError):
                     path.unlink()
-        # No rank continues while the file exists: a program that the rank runs next would take it for its own.
+        # No rank continues while the file exists: the rank's next program would read it as the file of its own run.
         _meet(store, place, deadline)
     except BaseException:
         store.close()
@@ -219,7 +219,7 @@ def _folder() -> Path:
     why = why_foreign(folder, secret=True)
     if why:
         raise StoreError(
-            f"{folder} {why}: what is in it is no secret of this user's; remove it, or set TMPDIR to a folder of your "
+            f"{folder} {why}: a token in it would not be secret; remove the folder, or set TMPDIR to a folder of your "
             "own, the same for all ranks"
         )
     return folder

@@ -18,7 +18,7 @@ _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 
 
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
-    """Return the sum of a number that is kept as text and `number`."""
+    """Return `number` plus the number that `value` has as text; an absent value counts as 0."""
     if value is not None and not _NUMBER.fullmatch(value):  # int() also takes spaces, for example; other stores do not
         raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}")
     total = int(value or b"0") + number
@@ -31,8 +31,8 @@ def refuse_reentry(store: Store, lock: Any) -> None:
     """Raise if this thread holds a store's RLock: it would then wait for itself, or see a half-made change."""
     if lock._is_owned():
         raise StoreError(
-            f"{store} is in use by this very thread: a signal handler, or a finaliser, that comes in between cannot "
-            "use it then. Note there what is to be done, and do it later, or in another thread"
+            f"{store} is in use by this very thread, so a signal handler or a finaliser that interrupts the thread "
+            "cannot use it. Let the handler note what is to do, and do that later, or in another thread"
         )
 
 

@@ -78,7 +78,7 @@ _OPENMPI = _Names(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-# Not SLURM_NTASKS: a batch script has that too, and is not a step of that many tasks.
+# Not SLURM_NTASKS: it is also set in a batch script, which is one process and not a step of that many tasks.
 _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 #: Innermost first: under srun there may be an mpirun, and under both a torchrun on each machine.
 _LAUNCHERS = (_TORCHRUN, _OPENMPI, _MPICH, _SLURM)
@@ -121,7 +121,7 @@ def environment() -> Place:
 
 
 def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
-    """Return the launcher that counts."""
+    """Return the variables of the launcher that counts."""
     if choice:
         chosen = [names for names in _LAUNCHERS if names.launcher == choice]
         if not chosen:
@@ -144,7 +144,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
 
 def _is_there(names: _Names, env: Mapping[str, str]) -> bool:
     if names is _SLURM:
-        # An allocation's shell has the other variables too, but nothing has started that many processes there.
+        # The shell of an allocation also has the other variables, but srun has not started that many processes in it.
         return "SLURM_STEP_ID" in env and bool(_set(names.numbers, env))
     return bool(_set(names.numbers, env))
 
@@ -164,7 +164,7 @@ def _nobody(env: Mapping[str, str]) -> str:
 
 
 def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) -> _Names:
-    """Return `names` if those of the `other` launcher's variables that are set say the same."""
+    """Return `names`; raise if a variable of the `other` launcher is set and contradicts them."""
     numbers = dict(zip(names.numbers, _numbers(names, env), strict=True))
     theirs = {name: _number(name, env) for name in _set(other.numbers, env)}
     apart = [

@@ -2,10 +2,10 @@
 
 Each rank puts its contribution under a key of its own, an ephemeral one where the store has these. The first of the
 ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
-number of a rank's operations does not depend on the number of ranks, and a rank waits in slices: it may leave once the
-rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can be set only once:
-either all have met, or none has. No rank waits for one that has announced that it will not arrive, or whose process is
-lost, if the store or the caller can detect that.
+number of a rank's operations does not depend on the number of ranks. A rank waits in slices, between which it may
+leave because the rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can
+be set only once: either all have met, or none has. No rank waits for a rank that has announced that it will not
+arrive, nor for one that is lost, if the store or the caller can detect that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, 
 
 __all__ = ["RankRendezvous", "listed", "refuse", "set_while_alive"]
 
-#: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted, and what each rank
-#: adds to them: the more ranks, the more requests the store has.
+#: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted; and the seconds
+#: that each rank of the rendezvous adds to a slice, since all of them send requests to the store.
 _SLICE = 0.3
 _SLICE_OF_A_RANK = 0.5e-3
 #: How many missing ranks are checked for being lost after each slice, in turn: each check takes several requests.
@@ -128,17 +128,18 @@ class RankRendezvous:
     rank, size
         This rank's number, and the number of ranks.
     has_made
-        Called with a rank; returns whether the rank has been here. By default each rank records that in the store.
+        Called with a rank; returns whether the rank has made its `RankRendezvous`. By default each rank records in the
+        store that it has.
     also
         More ranks of this process, which arrive together with `rank`.
     is_lost
-        Called with a missing rank; returns why it will not come any more ("closed the group"), and how many times in a
-        row it has to be found so; None while it may come. By default all ranks are waited for.
+        Called with a missing rank; returns why it will not arrive any more ("closed the group"), and how many checks
+        in a row must say so before it counts as lost; None while it may arrive. By default all ranks are waited for.
 
     Attributes
     ----------
     called
-        Names ranks in messages, as long as their numbers in the clique tell a user little; None once they do.
+        Names ranks in messages, for a clique in which their numbers mean little to a user; None: the numbers are used.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class RankRendezvous:
 
     @staticmethod
     def been(rank: int) -> str:
-        """Return the key that records that a rank has been here; unused if there is another record, see `has_made`."""
+        """Return the key by which a rank records that it has made its `RankRendezvous`; see `has_made`."""
         return f"been/{rank}"
 
     def meet(
@@ -292,7 +293,7 @@ class RankRendezvous:
                 self.store.delete(key)
 
     def clear(self, place: str, members: Sequence[int]) -> None:
-        """Delete the keys of a rendezvous and the records that its members have been here; all have left."""
+        """Delete the keys of a rendezvous that all members have left, and their keys `been` and `alive`."""
         self.forget(place, members)
         with contextlib.suppress(StoreError, NcclTimeout):
             for member in members:
@@ -389,5 +390,5 @@ class RankRendezvous:
         return self._leases
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether a rank has been here and its process has ended, as far as the store knows."""
+        """Return whether a rank has made its `RankRendezvous` and its process has ended, as far as the store knows."""
         return self._leases and self.has_made(rank) and not self.store.check([self.alive(rank)])

@@ -1,7 +1,7 @@
 """Base of every store: keys and values that all ranks share, waits with deadlines, errors that name what is absent.
 
 A subclass defines how keys are kept (the methods with a leading underscore). Checks of arguments, deadlines and errors
-are the same for all stores and are defined here. `as_store` makes a store of another package's.
+are the same for all stores and are defined here. `as_store` makes a `Store` of another package's store.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Store:
         raise NotImplementedError
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
-        """Append bytes to a key's value; an absent key has an empty value."""
+        """Append bytes to a key's value; an absent key counts as empty."""
         raise NotImplementedError
 
     def _wait(self, keys: list[str], deadline: float) -> list[str]:
@@ -143,11 +143,11 @@ class Store:
     def _set_ephemeral(self, key: str, value: bytes, deadline: float) -> None:
         """Set a key that is deleted when this store's connection, or its process, ends."""
         raise StoreError(
-            f"{self}: cannot keep an ephemeral key, since it cannot tell which processes are alive; TCPStore does"
+            f"{self}: cannot keep an ephemeral key, since it cannot tell which processes are alive; TCPStore can"
         )
 
     def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
-        """Return the values of keys as `_get` does each."""
+        """Return the values of several keys, each as `_get` returns it."""
         self._wait(keys, deadline)
         return [self._get(key, deadline) for key in keys]
 
@@ -242,7 +242,7 @@ class Store:
         )
 
     def append(self, key: str, value: Bytes) -> None:
-        """Append bytes to a key's value; an absent key has an empty value.
+        """Append bytes to a key's value; an absent key counts as empty.
 
         Parameters
         ----------
@@ -282,7 +282,7 @@ class Store:
         return self._check(as_keys(keys), self._deadline(None))
 
     def delete(self, key: str) -> bool:
-        """Take a key away; return whether it was there.
+        """Delete a key; return whether it existed.
 
         Parameters
         ----------
@@ -406,8 +406,8 @@ class Store:
         """Count up under a key from now on, from a thread of the store that needs no GIL.
 
         The value is `before`, a space, and the count; `period` is the seconds between two counts. Return None if this
-        store has no such thread. `StoreError`: a call of this store may have to wait for another call, which waits for
-        a key.
+        store has no such thread. Raise `StoreError` if a call of the program that waits for a key would hold up the
+        counting.
         """
         return None
 
@@ -433,7 +433,7 @@ class Store:
         return f"{type(self).__name__}()"
 
     def __reduce__(self):
-        raise not_copied(self, "make one in each process, which meet by their address or path")
+        raise not_copied(self, "make one in each process; those with the same address or path share their keys")
 
     def _check_usable(self) -> None:
         """Raise unless this thread of this process can use the store now."""
@@ -442,14 +442,14 @@ class Store:
         if os.getpid() != self._process:
             raise StoreError(
                 f"{self} was made in process {self._process}, of which this one (process {os.getpid()}) is a fork: "
-                "make a store of its own in each process"
+                "make a separate store in each process"
             )
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + as_seconds(timeout, self.timeout)
 
 
-#: By the package of an object's class: returns a `Store` made of the object, or None if it is no store.
+#: By the package of an object's class: a function that returns a `Store` made of the object; None if it is no store.
 _ADAPTERS: dict[str, Need[[object], Store | None]] = {
     "torch": Need("adapt_torch"),
     "redis": Need("adapt_redis"),

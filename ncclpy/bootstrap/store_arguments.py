@@ -36,10 +36,10 @@ _T = TypeVar("_T")
 
 #: Default seconds that a store's operation may take.
 TIMEOUT = 300.0
-#: Most bytes of a key in UTF-8, and of a value: the same for every store, so that a program may change its store.
+#: Most bytes of a key in UTF-8, and of a value: the same for every store, so that a program can use another store.
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
-#: Prefix of the keys of a rendezvous, in stores that only keep keys.
+#: Prefix of the keys of which store_barrier.py makes a rendezvous.
 RENDEZVOUS_PREFIX = "\0meeting/"
 
 
@@ -140,7 +140,7 @@ def as_seconds(timeout: float | None, default: float) -> float:
         return default
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
-    if timeout != timeout or timeout < 0:  # NaN, also where an int is too large for a float
+    if timeout != timeout or timeout < 0:  # NaN; math.isnan() would raise for an int that is too large for a float
         raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
     return float(timeout) if timeout < 1e9 else math.inf
 

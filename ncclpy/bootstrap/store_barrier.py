@@ -1,7 +1,7 @@
-"""A rendezvous in a store that only keeps keys: each rank increments a count, and the last one wakes the others.
+"""A rendezvous made of a store's keys, for stores without an operation for one.
 
-A name may be used for one rendezvous after another, so it has rounds. The keys of a round begin with the name and the
-round's number. A rank sets a key of the round to its value and adds 1 to the count. The rank that brings the count to
+A name may be used for one rendezvous after another: each is a round. The keys of a round begin with the name and the
+round's number. A rank sets a key of the round to its value and adds 1 to a count. The rank that brings the count to
 `size` packs the values into one, begins the next round, and sets the packed value, which wakes the others.
 
 A rank that leaves early subtracts 1, but only while the count is below `size`: so either all ranks have met, or the

@@ -40,8 +40,8 @@ LONG = 1  # in the answer to a MULTI_GET, in place of a value that does not fit
 OK, LATE, REFUSED = range(3)
 
 MAX_ANSWER = 1 << 30
-#: Most bytes of a frame of many keys, unless a single value has more, and most keys of it. So no client with many keys
-#: holds up the others for long.
+#: Most bytes of a request with many keys, unless a single value has more, and most keys of such a request: a client
+#: with many keys must not hold up the others for long.
 TOGETHER, MAX_TOGETHER = 1 << 20, 1 << 16
 #: Seconds after a wait's deadline, which the server watches, by which the server's answer must have arrived.
 GRACE = 1.0
@@ -67,7 +67,7 @@ class TCPStore(Store):
         Whether this process serves. The other processes may start before it; they wait for it.
     token
         A secret that all processes share; None takes ``NCCLPY_STORE_TOKEN``. Each end proves to the other that it
-        knows the token, which is not sent itself. The data that follow are not encrypted.
+        knows the token, without sending it. The data that follow are not encrypted.
     timeout
         Default seconds that an operation may take, and seconds within which the server must answer at first.
     heartbeat
@@ -76,8 +76,8 @@ class TCPStore(Store):
         Whether to serve without a token at an address that other machines can reach.
     capacity
         Bytes that the server may keep: all keys and values, 200 more for each key, and what ranks have brought to
-        rendezvous at which not all have arrived. An operation that would exceed them raises `StoreError`, and all that
-        is there stays.
+        rendezvous at which not all have arrived. An operation that would exceed this limit raises `StoreError`, and
+        nothing that the server keeps is dropped.
     linger
         Seconds that the serving process waits, in `close` and at exit, for clients that have not left yet.
 
@@ -88,9 +88,9 @@ class TCPStore(Store):
     StoreError
         If what answers is no store, speaks another version of the protocol or knows another token.
     OSError
-        If it cannot serve there: the port is taken, or the address is not this machine's.
+        If the process cannot serve at this address: the port is taken, or the address is not this machine's.
     ValueError
-        If it would serve where other machines can reach it, without a token.
+        If it would serve without a token at an address that other machines can reach.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class TCPStore(Store):
         return found[1:] or [b""] * size
 
     def _watch(self, prefix: str) -> Watch:
-        watch = _Watch(self, prefix)  # it ends if this raises, as it is then unreferenced
+        watch = _Watch(self, prefix)  # ends when it is no longer referenced, also if the next line raises
         if watch._take(self._deadline(None)) is None:
             raise self._deaf("watch", time.monotonic())
         return watch

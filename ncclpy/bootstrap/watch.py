@@ -18,8 +18,8 @@ __all__ = ["Change", "Queue", "Watch"]
 
 log = logging.getLogger("ncclpy")
 
-#: Seconds after which the main thread interrupts a wait so that Python runs signal handlers; and those of other
-#: threads, which run none and are woken when the watch is closed.
+#: Seconds of one slice of a wait. After its slices the main thread lets Python run signal handlers. Those of other
+#: threads are long: they run no handlers, and closing the watch wakes them.
 SLICE, LONG_SLICE = 0.1, 10.0
 
 
@@ -106,7 +106,8 @@ class Watch:
 class Queue(Watch):
     """A watch of a store in this process; the store puts the changes in.
 
-    It takes no lock: a signal handler or finaliser may change the store while the same thread is in here.
+    It takes no lock: a signal handler or finaliser may change the store while its thread is inside one of these
+    methods.
     """
 
     def __init__(self, prefix: str, ended: Callable[[Queue], object]) -> None:

@@ -107,7 +107,10 @@ def hmac(bytes key not None, bytes message not None):
 
 
 def parts(list fields not None, size_t step, size_t limit, size_t most):
-    """Divide fields into requests of at most `most` fields and `limit` bytes, or of one group of `step` fields."""
+    """Divide fields into requests of at most `most` fields and `limit` bytes.
+
+    Groups of `step` fields stay together; a request of one group may exceed the limits.
+    """
     cdef size_t size = 0, start = 0, at, more
     cdef Py_ssize_t total = len(fields)
     found = []
@@ -213,7 +216,7 @@ cdef class Client:
         return (<bytes>self.client.get().lost()).decode(errors="replace")
 
     cdef object loss(self):
-        """Return the error of a connection that is lost: ConnectionAbortedError where this process's lease has ended."""
+        """Return the error of a lost connection: ConnectionAbortedError if this process's lease has ended."""
         over = self.made_in == generation() and self.client.get().lease_ended()
         return (ConnectionAbortedError if over else ConnectionError)(self.lost())
 
@@ -247,7 +250,7 @@ cdef class Client:
         cdef Turn turn = Turn.lost
         cdef double until = min(deadline, now() + self.slice())
         encode(out, fields)
-        with nogil:  # once for both: with many threads each would wait for the GIL twice
+        with nogil:  # one block for both calls: between two blocks the thread would wait for the GIL
             number = self.client.get().submit(<Op>op, string_view(out.body.data(), out.body.size()))
             if number:
                 turn = self.client.get().wait(number, until)
@@ -314,7 +317,7 @@ cdef class Client:
                 self.client.get().close(text, patience)
 
 
-@cython.no_gc_clear  # __dealloc__ needs both: until then the client uses the source
+@cython.no_gc_clear  # __dealloc__ needs the client, which uses the source until then
 cdef class StatusPublication:
     """A value that a client publishes until this is closed, also while a thread of the process keeps the GIL.
 
@@ -355,13 +358,13 @@ cdef class StatusPublication:
         self.end()
 
     def close(self):
-        """Stop publishing: another value that is put under the key from now on stays."""
+        """Stop publishing: a value that is put under the key after this call is not overwritten."""
         self.end()
 
     cdef int end(self) except -1:
         cdef uint64_t number = self.number
         self.number = 0
-        if number and self.client.made_in == generation():  # else the parent of this fork goes on publishing
+        if number and self.client.made_in == generation():  # in a forked child: the parent still publishes
             with nogil:
                 self.client.client.get().end_publisher(number)
         return 0

@@ -168,29 +168,29 @@ TIB = 1 << 40
 MALFORMED = {
     "1 TiB": (wire.frame(wire.SET, 1, length=TIB), f"announced a frame of {TIB} bytes"),
     "2^64 - 1": (wire.frame(wire.SET, 1, length=(1 << 64) - 1), "announced a frame of 18446744073709551615 bytes"),
-    "reserved": (wire.frame(wire.PING, 1, reserved=b"\0\0\0\0\0\1"), "sent a frame that is none"),
-    "no such op": (wire.frame(99, 1), "sent a frame that is none"),
-    "op 0": (wire.frame(0, 1), "sent a frame that is none"),
-    "a server's": (wire.frame(wire.CHANGE, 1), "sent a frame that is none"),
-    "a status": (wire.frame(wire.PING, 1, status=1), "sent a frame that is none"),
-    "text": (b"GET / HTTP/1.1\r\nHost: me\r\n\r\n", "sent a frame that is none: 'GET / HTTP"),
-    "no fields": (wire.frame(wire.SET, 1), "sent a request that is none"),
-    "wrong kind": (wire.frame(wire.SET, 1, wire.fields(1, b"", 0)), "sent a request that is none"),
-    "one too many": (wire.frame(wire.GET, 1, wire.fields(b"k", -1, 0)), "sent a request that is none"),
-    "torn field": (wire.frame(wire.GET, 1, b"b\xff\xff\xff\xffk"), "sent a request that is none"),
-    "count": (wire.frame(wire.CHECK, 1, wire.fields(1 << 40, b"k")), "sent a request that is none"),
-    "count < 0": (wire.frame(wire.WAIT, 1, wire.fields(-1, -1)), "sent a request that is none"),
-    "half a pair": (wire.frame(wire.MULTI_SET, 1, wire.fields(1, b"k")), "sent a request that is none"),
-    "a pair too many": (wire.frame(wire.MULTI_SET, 1, wire.fields(0, b"k", b"")), "sent a request that is none"),
+    "reserved": (wire.frame(wire.PING, 1, reserved=b"\0\0\0\0\0\1"), "sent an invalid frame"),
+    "no such op": (wire.frame(99, 1), "sent an invalid frame"),
+    "op 0": (wire.frame(0, 1), "sent an invalid frame"),
+    "a server's": (wire.frame(wire.CHANGE, 1), "sent an invalid frame"),
+    "a status": (wire.frame(wire.PING, 1, status=1), "sent an invalid frame"),
+    "text": (b"GET / HTTP/1.1\r\nHost: me\r\n\r\n", "sent an invalid frame: 'GET / HTTP"),
+    "no fields": (wire.frame(wire.SET, 1), "sent an invalid request"),
+    "wrong kind": (wire.frame(wire.SET, 1, wire.fields(1, b"", 0)), "sent an invalid request"),
+    "one too many": (wire.frame(wire.GET, 1, wire.fields(b"k", -1, 0)), "sent an invalid request"),
+    "torn field": (wire.frame(wire.GET, 1, b"b\xff\xff\xff\xffk"), "sent an invalid request"),
+    "count": (wire.frame(wire.CHECK, 1, wire.fields(1 << 40, b"k")), "sent an invalid request"),
+    "count < 0": (wire.frame(wire.WAIT, 1, wire.fields(-1, -1)), "sent an invalid request"),
+    "half a pair": (wire.frame(wire.MULTI_SET, 1, wire.fields(1, b"k")), "sent an invalid request"),
+    "a pair too many": (wire.frame(wire.MULTI_SET, 1, wire.fields(0, b"k", b"")), "sent an invalid request"),
     "too many keys": (
         wire.frame(wire.MULTI_GET, 1, wire.fields(-1, 65537) + wire.fields(b"") * 65537),
-        "sent a request that is none",
+        "sent an invalid request",
     ),
-    "rank": (wire.frame(wire.GATHER, 1, wire.fields(b"n", 5, 5, -1, b"")), "sent a request that is none"),
-    "rank < 0": (wire.frame(wire.GATHER, 1, wire.fields(b"n", -1, 5, -1, b"")), "sent a request that is none"),
-    "size": (wire.frame(wire.GATHER, 1, wire.fields(b"n", 0, 1 << 60, -1, b"")), "sent a request that is none"),
-    "an id twice": (wire.frame(wire.GET, 1, wire.fields(b"x", -1)) * 2, "sent a request that is none"),
-    "a watch twice": (wire.frame(wire.WATCH, 1, wire.fields(b"")) * 2, "sent a request that is none"),
+    "rank": (wire.frame(wire.GATHER, 1, wire.fields(b"n", 5, 5, -1, b"")), "sent an invalid request"),
+    "rank < 0": (wire.frame(wire.GATHER, 1, wire.fields(b"n", -1, 5, -1, b"")), "sent an invalid request"),
+    "size": (wire.frame(wire.GATHER, 1, wire.fields(b"n", 0, 1 << 60, -1, b"")), "sent an invalid request"),
+    "an id twice": (wire.frame(wire.GET, 1, wire.fields(b"x", -1)) * 2, "sent an invalid request"),
+    "a watch twice": (wire.frame(wire.WATCH, 1, wire.fields(b"")) * 2, "sent an invalid request"),
 }
 
 
@@ -286,7 +286,7 @@ def test_client_leaves_server_that_sends_invalid_frame(frame):
     with theirs:
         number = client.submit(wire.GET, (b"k", -1))
         theirs.sendall(frame)
-        with pytest.raises(ConnectionError, match="sent a frame that is none"):
+        with pytest.raises(ConnectionError, match="sent an invalid frame"):
             client.wait(number, time.monotonic() + LONG)
         client.close("", 0.0)
 

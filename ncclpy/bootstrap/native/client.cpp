@@ -89,7 +89,7 @@ void Client::put_out(std::string_view bytes) {
   sent_ = now();
   const ssize_t done = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (done < 0 && errno != EAGAIN && errno != EINTR) {
-    // The server's last frames may still be unread and say why: the reader finds the end after them.
+    // The server's last frames, which may say why, may still be unread: the reader finds the end after them.
     return;
   }
   out_.append(bytes.substr(done < 0 ? 0 : static_cast<size_t>(done)));
@@ -144,7 +144,7 @@ Client::Turn Client::wait(uint64_t id, double until) {
   return turn();
 }
 
-// The reading thread leaves: another waiting thread reads next, or the connection thread.
+// Called by a reading thread that leaves: makes another waiting thread, or else the connection thread, read next.
 void Client::pass_on() {
   if (!sleepers_.empty()) {
     (*sleepers_.begin())->notify_one();
@@ -183,7 +183,7 @@ bool Client::read_once(Lock& lock, double until) {
         while (in_.size() - used >= kHeader) {
           Header header;
           if (!header.get(in_.data() + used) || header.length > max_frame_) {
-            why = "it sent a frame that is none";
+            why = "it sent an invalid frame";
             break;
           }
           if (in_.size() - used - kHeader < header.length) break;
@@ -204,8 +204,8 @@ bool Client::read_once(Lock& lock, double until) {
   return signalled;
 }
 
-// How long this process did not run just now: the connection thread waits for neither the GIL nor a socket, so it
-// would have ticked.
+// How long this process did not run just now, by the ticks that are missing: the connection thread waits for neither
+// the GIL nor a socket, so only a stop keeps it from ticking.
 double Client::stopped() const {
   const double time = now();
   return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);
@@ -377,7 +377,7 @@ void Client::tick(double time, double away) {
     stopped_until_ = time;
   }
   ticked_at_ = time;
-  if (!std::exchange(ticked_, true)) away = time;  // the first tick does not tell how long the thread did not run
+  if (!std::exchange(ticked_, true)) away = time;  // silence before the first tick is not the server's
   double heard = heard_;
   while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
   if (time - heard_ > heartbeat_) {

@@ -1,9 +1,9 @@
 // A client's connection, on which any number of threads send requests and wait at once.
 //
-// There is no thread for each connection. One of the waiting threads reads the answers of all of them; when it leaves
-// it passes that on to another one. While no thread waits, the connection thread, one for all connections of the
-// process, reads what the server sends unasked, sends heartbeats, and detects when the server is gone. None of this
-// needs the GIL.
+// A connection has no thread of its own. One of the threads that wait on it reads the answers for all of them; when it
+// leaves, another waiting thread reads next. While no thread waits, the connection thread, one for all connections of
+// the process, reads what the server sends unasked, sends heartbeats, and detects when the server is gone. None of
+// this needs the GIL.
 #pragma once
 
 #include <algorithm>
@@ -115,7 +115,7 @@ class Client : public std::enable_shared_from_this<Client> {
   bool watched_ = false;  // incoming bytes wake the connection thread
   bool ticked_ = false;   // the connection thread has called tick()
   double ticked_at_ = 0;
-  double stopped_for_ = 0;   // how long this process did not run, the last time that it was long
+  double stopped_for_ = 0;   // how long the process did not run the last time that it missed ticks
   double stopped_until_ = 0;
   bool lease_ended_ = false;
   double sent_ = 0;

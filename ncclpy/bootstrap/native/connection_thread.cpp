@@ -26,8 +26,8 @@ struct ConnectionThread {
   bool running = false;
 };
 
-// Never destroyed: its thread may outlive the statics. A forked child makes one of its own: the mutex of this one may
-// be held by a thread that the child does not have.
+// Never destroyed: the thread may outlive the statics. A forked child makes a new ConnectionThread: the mutex of the
+// inherited one may be held by a thread that the child does not have.
 std::atomic<ConnectionThread*> current{nullptr};
 [[maybe_unused]] const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
 
@@ -51,7 +51,7 @@ void* run(void* argument) {
     const int count =
         epoll_wait(it.epoll.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(next_tick));
     const double time = now();
-    double away = 0;  // by how much this is late
+    double away = 0;  // by how many seconds the tick is late
     all.clear();
     ready.clear();
     {

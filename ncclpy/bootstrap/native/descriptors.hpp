@@ -1,5 +1,5 @@
-// Descriptors that a forked child closes at once. A child that kept a copy of a connection would keep it open after its
-// parent's death, and with it the parent's lease.
+// Descriptors that a forked child closes at once. A child that kept a copy of a connection would keep the connection,
+// and with it the parent's lease, after the parent's death.
 #pragma once
 
 #include <utility>

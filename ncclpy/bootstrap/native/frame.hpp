@@ -1,5 +1,5 @@
-// Frames: what a store's server and its clients say to each other once they have met; why it is so:
-// docs/decisions/038-store-server.md.
+// Frames: the messages between a store's server and its clients after the handshake. The reasons for the protocol are
+// in docs/decisions/038-store-server.md.
 //
 // A frame is a header of 24 bytes and a body. Numbers are little-endian:
 //
@@ -23,33 +23,37 @@ constexpr size_t kHeader = 24;
 // Most keys of one multi_get: its answer has a field for each key, also for one that is absent or too long.
 constexpr int64_t kMaxTogether = 1 << 16;
 
+// Each operation with the fields of its request -> and of its answer. `has?` is 1 if the field after it has a value,
+// and 0 if the value is absent. `microseconds` is the time to wait; below 0: without limit.
 enum class Op : uint8_t {
   set = 1,          // key, value, ephemeral            ->
   get = 2,          // key, microseconds                -> value
   add = 3,          // key, number                      -> sum
-  compare_set = 4,  // key, any?, expected, any?, desired -> swapped, any?, value
+  compare_set = 4,  // key, has?, expected, has?, desired -> swapped, has?, value
   append = 5,       // key, value                       ->
   wait = 6,         // microseconds, count, keys        ->
   check = 7,        // count, keys                      -> all there?
   erase = 8,        // key                              -> was there?
   keys = 9,         // prefix                           -> count, keys
   gather = 10,      // name, rank, size, microseconds, value -> size, values; none if all are empty
-  watch = 11,       // prefix                           -> ; then `change` with this id
+  watch = 11,       // prefix                           -> ; afterwards, for each change, a `change` with this id
   unwatch = 12,     // id of the watch                  ->
-  cancel = 13,      // id of a request; not answered, nor is that request
+  cancel = 13,      // id of a request                  no answer, neither to this nor to that request
   ping = 14,        //                                  ->
   goodbye = 15,     //                                  -> ; then the server closes
-  multi_get = 16,   // microseconds, count, keys        -> number of 0 and 1, and for each key its value,
-                    //                                     or 0: it has none, or 1: it is long, ask for it alone
+  multi_get = 16,   // microseconds, count, keys        -> number of keys without a value here, and for each key its
+                    //                                     value, or 0: absent, or 1: too long, to be got alone
   multi_set = 17,   // count, keys each with its value  ->
   // Sent only by the server.
-  change = 18,  // key, there?, value
+  change = 18,  // key, has?, value
   farewell = 19,  // why: the server ends; with the status `late`, the lease of this client alone has ended
 };
 
 enum class Status : uint8_t {
   ok = 0,
-  late = 1,     // the deadline has passed: count, keys; of gather: count, count listed, ranks, ranks that have left
+  // The deadline has passed. Of wait and get: count of absent keys, these keys. Of multi_get: as `ok`. Of gather:
+  // count of missing ranks, how many of them are listed, these ranks, ranks that have left.
+  late = 1,
   refused = 2,  // why, as text
 };
 
@@ -110,7 +114,7 @@ class Writer {
     return *this;
   }
 
-  // The kind and length of bytes that the caller sends itself.
+  // Writes the kind and the length of a field of bytes; the caller sends the bytes themselves.
   Writer& announce(size_t length) {
     char field[5] = {'b'};
     put_u32(field + 1, static_cast<uint32_t>(length));

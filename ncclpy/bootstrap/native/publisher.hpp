@@ -8,8 +8,8 @@
 
 namespace ncclpy::store {
 
-// The source of the value. `tell` writes it and returns its length, 0 if there is none now; a change is a change of
-// the first `lasting` bytes. It is called under the client's mutex and must not wait.
+// The source of the value. `tell` writes the value and returns its length, 0 if there is none now. The value counts as
+// changed if its first `lasting` bytes have changed. `tell` is called under the client's mutex and must not wait.
 struct Source {
   void* what;
   size_t (*tell)(void* what, char* at, size_t space, size_t* lasting);

@@ -25,7 +25,7 @@ namespace {
 constexpr size_t kScratch = 256 << 10;
 constexpr double kPatience = 3;     // seconds in which a connection has to prove that it knows the token
 constexpr double kHaste = 0.25;     // seconds in which it has to send anything, while others wait to be accepted
-constexpr size_t kMaxUnproved = 64;  // connections that have not proved it, at most
+constexpr size_t kMaxUnproved = 64;  // most connections that have not proved that they know the token
 constexpr size_t kLines = 256;
 constexpr uint64_t kWake = 0;  // epoll's id of wake_; those of the listeners follow
 constexpr uint64_t kFirstConnection = 1024;
@@ -58,9 +58,9 @@ std::string random_bytes(size_t count) {
   return bytes;
 }
 
-// How many connections may be there that have not proved the token, if the latest one has this descriptor: a quarter
-// of the descriptors that are left, as the rest of the process needs some too. No descriptor below the latest one is
-// free.
+// How many connections may be open that have not proved that they know the token, if `fd` is the descriptor of the
+// latest one: a quarter of the descriptors that are left, as the rest of the process needs some too. The system gives
+// the lowest free descriptor, so those below `fd` are in use.
 size_t places_beside(int fd) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
@@ -285,7 +285,7 @@ size_t Server::parse(Connection& connection, std::string_view bytes) {
     if (rest.size() < kHeader) break;
     Header header;
     if (!header.get(rest.data()) || header.op >= Op::change || header.status != Status::ok) {
-      doom(connection, "it sent a frame that is none: " + shown(rest));
+      doom(connection, "it sent an invalid frame: " + shown(rest));
       break;
     }
     if (header.length > max_frame_) {
@@ -352,7 +352,7 @@ void Server::frame(Connection& connection, const Header& header, std::string_vie
     return;
   }
   if (!table_.request(connection.id, header, body, now())) {
-    doom(connection, "it sent a request that is none (" + std::to_string(static_cast<int>(header.op)) + ")");
+    doom(connection, "it sent an invalid request (" + std::to_string(static_cast<int>(header.op)) + ")");
   }
 }
 
@@ -486,15 +486,17 @@ void Server::tell_refused(double time) {
   refused_told_ = time;
 }
 
-// The server is closing: clients that are not let in yet connect again, to the next server on this port.
+// Called when the server is closing: clients that have not completed the handshake connect again, to the next server
+// on this port.
 void Server::send_unproved_away() {
   for (auto& [id, connection] : connections_) {
     if (connection->stage != Stage::open) doom(*connection, "the server is closing");
   }
 }
 
-// `away`: by how many seconds this is late. For that time the server did not run, stopped with its process or its
-// machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped too.
+// `away`: by how many seconds this sweep is late. For that time the server did not run, stopped with its process or
+// its machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped
+// too.
 void Server::sweep(double time, double away) {
   for (auto& [id, connection] : connections_) {
     connection->heard = std::min(time, connection->heard + away);
@@ -513,7 +515,7 @@ void Server::sweep(double time, double away) {
     }
     const bool silent = connection->stage == Stage::greeting && connection->in.empty();
     if (time - connection->since > std::min(silent && paused_ ? kHaste : kPatience, options_.heartbeat)) {
-      doom(*connection, "it said nothing, or not all, of what it takes to be let in");
+      doom(*connection, "it did not complete the handshake in time");
     }
   }
   tell_refused(time);

@@ -37,7 +37,7 @@ class Server final : private Post {
   // Returns false, with errno, where the thread or what it needs cannot be made.
   bool start();
 
-  // Accepts no new clients; connected ones stay. A new client finds no listener, or that of the next server.
+  // Accepts no new clients; connected ones stay. A new client finds no listener, or the next server on this port.
   void refuse_new();
 
   // Says farewell to all clients and ends the thread.
@@ -121,7 +121,7 @@ class Server final : private Post {
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<uint64_t> dirty_;  // connections that have something to send or are doomed
   std::vector<char> scratch_;
-  double full_until_ = 0;  // until then no descriptor is free
+  double full_until_ = 0;  // no connection is accepted before this time, because no descriptor was free
 
   Mutex<NCCLPY_LOCK_STORE_LINES> lines_mutex_;
   Condition lines_news_;

@@ -8,7 +8,7 @@ namespace ncclpy::store {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
-// Absent ranks that an answer lists; more are only counted, as all of 100,000 ranks may be answered at once.
+// Most absent ranks that an answer lists; more are only counted, as all of 100,000 ranks may get an answer at once.
 constexpr int64_t kListed = 4096;
 constexpr size_t kListedLeft = 64;
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
@@ -207,7 +207,7 @@ bool Table::do_wait(uint64_t connection, uint64_t id, Op op, Reader in, double n
   return true;
 }
 
-// Answers a wait of which all keys are set.
+// Answers a wait for keys that are all set.
 void Table::met(const Pending& pending) {
   answer(pending.connection, pending.id, pending.op,
          pending.op == Op::multi_get ? values_of(pending.keys) : Body{});
@@ -359,7 +359,7 @@ void Table::hold(Meeting& meeting) {
   for (auto& [rank, pending] : meeting.came) to.emplace_back(pending->connection, pending->id);
   const int64_t size = meeting.size;
   for (auto [connection, id] : to) {
-    remove(connection, id);  // and with the last one the rendezvous
+    remove(connection, id);  // the last one also removes the rendezvous
     if (!fits) {
       refuse(connection, id, Op::gather, "the values have more than " + std::to_string(max_answer_) + " bytes");
       continue;
@@ -571,7 +571,7 @@ void Table::late(const Pending& pending) {
   }
   Writer out;
   if (const Meeting* meeting = pending.meeting) {
-    // Ranks that left at their own deadlines a little before are not the ones that all waited for.
+    // Ranks that left at their own, slightly earlier deadlines had arrived: they are not counted as missing.
     const int64_t left = static_cast<int64_t>(meeting->left.size());
     const int64_t missing = meeting->size - static_cast<int64_t>(meeting->came.size()) - left;
     Writer ranks;

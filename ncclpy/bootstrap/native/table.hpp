@@ -1,6 +1,6 @@
-// What a server keeps: keys with their values, requests that wait for keys, rendezvous of ranks, watches, and what
-// ends with a connection. It uses neither sockets nor a clock: the caller passes it requests and the time, and a Post
-// sends its answers.
+// What a server keeps: keys with their values, requests that wait for keys, rendezvous of ranks, watches, and which of
+// them end with which connection. It uses neither sockets nor a clock: the caller passes it requests and the time, and
+// a Post sends its answers.
 #pragma once
 
 #include <cstdint>

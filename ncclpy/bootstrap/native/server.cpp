@@ -61,7 +61,7 @@ std::string random_bytes(size_t count) {
 // How many connections may be open that have not proved that they know the token, if `fd` is the descriptor of the
 // latest one: a quarter of the descriptors that are left, as the rest of the process needs some too. The system gives
 // the lowest free descriptor, so those below `fd` are in use.
-size_t places_beside(int fd) {
+size_t max_unproved(int fd) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
   const rlim_t latest = static_cast<rlim_t>(fd);
@@ -75,7 +75,7 @@ Server::Server(const ServerOptions& options)
     : options_(options),
       max_frame_(2 * options.max_value + (1 << 20)),  // a compare_set has two values
       table_(*this, options.max_value, options.max_answer, options.capacity),
-      places_(kMaxUnproved),
+      max_unproved_(kMaxUnproved),
       last_id_(kFirstConnection),
       scratch_(kScratch) {}
 
@@ -192,7 +192,7 @@ void Server::run() {
       next_sweep_ = time + (paused_ ? std::min(tick, kHaste) : tick);
     }
     settle();
-    if (paused_ && unproved_ < places_ && time >= full_until_) heed_listeners(true);
+    if (paused_ && unproved_ < max_unproved_ && time >= full_until_) enable_listeners(true);
   }
   say_farewell();
   tell_refused(std::numeric_limits<double>::infinity());
@@ -200,11 +200,11 @@ void Server::run() {
 }
 
 // Turns the listeners' events on or off: a connection that cannot be accepted yet would wake the thread all the time.
-void Server::heed_listeners(bool heed) {
-  paused_ = !heed;
+void Server::enable_listeners(bool enabled) {
+  paused_ = !enabled;
   if (paused_) next_sweep_ = std::min(next_sweep_, now() + kHaste);
   epoll_event event{};
-  event.events = heed ? EPOLLIN : 0u;
+  event.events = enabled ? EPOLLIN : 0u;
   for (size_t each = 0; each < listeners_.size(); each++) {
     event.data.u64 = kWake + 1 + each;
     epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listeners_[each].get(), &event);
@@ -223,7 +223,7 @@ void Server::accept(int listener) {
                                      errno == ENFILE ? "the system's limit of descriptors is reached"
                                                      : "the system has no memory for it"));
         full_until_ = now() + 1;
-        heed_listeners(false);
+        enable_listeners(false);
       }
       return;
     }
@@ -242,8 +242,8 @@ void Server::accept(int listener) {
     if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) continue;
     connections_.emplace(made->id, std::move(made));
     unproved_++;
-    places_ = places_beside(fd);
-    if (unproved_ >= places_) heed_listeners(false);
+    max_unproved_ = max_unproved(fd);
+    if (unproved_ >= max_unproved_) enable_listeners(false);
   }
 }
 

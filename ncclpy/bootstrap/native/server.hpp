@@ -81,7 +81,7 @@ class Server final : private Post {
   static void* main(void* self);
   void run();
   void wake();
-  void heed_listeners(bool heed);
+  void enable_listeners(bool enabled);
   void accept(int listener);
   void read(Connection& connection);
   size_t parse(Connection& connection, std::string_view bytes);
@@ -110,9 +110,9 @@ class Server final : private Post {
   std::atomic<bool> stopped_{false};
   std::atomic<bool> shut_{false};  // accepts no new clients
   std::atomic<int> clients_{0};
-  size_t unproved_ = 0;   // connections that have not proved that they know the token
-  size_t places_;         // how many such connections there may be
-  bool paused_ = false;   // the listeners do not wake the thread
+  size_t unproved_ = 0;  // connections that have not proved that they know the token
+  size_t max_unproved_;  // how many such connections there may be
+  bool paused_ = false;  // the listeners' events are off
   double next_sweep_ = 0;
   size_t refused_ = 0;    // refused connections that are not logged yet
   std::string last_refused_;

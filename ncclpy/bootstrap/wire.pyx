@@ -90,7 +90,7 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         Turn wait(uint64_t, double) except +
         cbool take(uint64_t, Answer&) except +
         void forget(uint64_t, cbool) except +
-        uint64_t tell(const string&, Publisher) except +
+        uint64_t start_publisher(const string&, Publisher) except +
         void end_publisher(uint64_t) except +
         void close(const char*, double)
         string lost() except +
@@ -348,7 +348,7 @@ cdef class StatusPublication:
         self.client, self.source = client, source
         try:
             with nogil:
-                self.number = client.client.get().tell(where, publisher[0])
+                self.number = client.client.get().start_publisher(where, publisher[0])
         finally:
             del publisher
         if not self.number:

@@ -254,7 +254,7 @@ void Client::dispatch(const Header& header, std::string body) {
   if (at == slots_.end()) return;  // of a heartbeat, or of a request that was given up
   const auto publisher = publishers_.find(header.id);
   if (publisher != publishers_.end()) {
-    if (header.op == Op::change) say(publisher->second, now(), true);
+    if (header.op == Op::change) publish(publisher->second, now(), true);
     return;
   }
   at->second.answers.push_back({header.op, header.status, std::move(body)});
@@ -282,14 +282,14 @@ bool Client::take(uint64_t id, Answer& answer) {
   return true;
 }
 
-uint64_t Client::tell(const std::string& asked, Publisher publisher) {
+uint64_t Client::start_publisher(const std::string& asked, Publisher publisher) {
   Lock lock(mutex_);
   Writer prefix;
   prefix.bytes(asked);
   const uint64_t id = ask(Op::watch, prefix.body);
   if (id == 0) return 0;
-  say(publishers_.emplace(id, std::move(publisher)).first->second, now(), false);
-  tells_ = true;
+  publish(publishers_.emplace(id, std::move(publisher)).first->second, now(), false);
+  has_publishers_ = true;
   lock.unlock();
   connection_thread::update_tick_interval();  // it has to tick more often
   return id;
@@ -298,13 +298,13 @@ uint64_t Client::tell(const std::string& asked, Publisher publisher) {
 void Client::end_publisher(uint64_t id) {
   Lock lock(mutex_);
   publishers_.erase(id);
-  tells_ = !publishers_.empty();
+  has_publishers_ = !publishers_.empty();
   lock.unlock();
   forget(id, true);
 }
 
 // Publishes a publisher's value, if it is due; under the mutex.
-void Client::say(Publisher& publisher, double time, bool asked) {
+void Client::publish(Publisher& publisher, double time, bool asked) {
   const std::string value = publisher.next(time, asked);
   if (value.empty()) return;
   Writer body;
@@ -386,7 +386,7 @@ void Client::tick(double time, double away) {
     lose(words);
     return;
   }
-  for (auto& [id, publisher] : publishers_) say(publisher, time, false);
+  for (auto& [id, publisher] : publishers_) publish(publisher, time, false);
   if (time - sent_ < heartbeat_ / 4 && time - heard_ < heartbeat_ / 4) return;
   lock.unlock();
   const uint64_t id = submit(Op::ping, "");

@@ -54,7 +54,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Starts a publisher, which also publishes when the key `asked` changes; returns the number to end it with, 0 if the
   // connection is lost. Never waits.
-  uint64_t tell(const std::string& asked, Publisher publisher);
+  uint64_t start_publisher(const std::string& asked, Publisher publisher);
 
   // Ends a publisher: it publishes nothing any more when this returns.
   void end_publisher(uint64_t id);
@@ -74,7 +74,9 @@ class Client : public std::enable_shared_from_this<Client> {
   void tick(double time, double away);
   int fd() const { return fd_.get(); }
   // Seconds between ticks.
-  double tick_interval() const { return tells_ ? std::min(heartbeat_ / 4, Publisher::kPace) : heartbeat_ / 4; }
+  double tick_interval() const {
+    return has_publishers_ ? std::min(heartbeat_ / 4, Publisher::kPace) : heartbeat_ / 4;
+  }
 
  private:
   struct Slot {
@@ -86,7 +88,7 @@ class Client : public std::enable_shared_from_this<Client> {
   using Lock = std::unique_lock<Mutex<NCCLPY_LOCK_STORE_CLIENT>>;
 
   uint64_t ask(Op op, std::string_view body);
-  void say(Publisher& publisher, double time, bool asked);
+  void publish(Publisher& publisher, double time, bool asked);
   void put_out(std::string_view bytes);
   bool push();
   void lose(std::string why);
@@ -106,9 +108,9 @@ class Client : public std::enable_shared_from_this<Client> {
   std::string lost_;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, Slot> slots_;
-  std::map<uint64_t, Publisher> publishers_;      // by the watch of their key `asked`
-  std::atomic<bool> tells_{false};          // whether there are any
-  std::unordered_set<Condition*> sleepers_;  // of threads that wait while another reads
+  std::map<uint64_t, Publisher> publishers_;  // by the watch of their key `asked`
+  std::atomic<bool> has_publishers_{false};   // publishers_ is not empty
+  std::unordered_set<Condition*> sleepers_;   // of threads that wait while another reads
   std::string out_;
   size_t out_sent_ = 0;
   bool reading_ = false;  // a thread reads

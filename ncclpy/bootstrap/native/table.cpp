@@ -155,7 +155,7 @@ bool Table::do_compare_set(uint64_t connection, uint64_t id, Reader in) {
     if (now) {
       put(key, now, 0);
     } else {
-      take(key);
+      erase_key(key);
     }
   }
   Writer out;
@@ -274,7 +274,7 @@ bool Table::do_erase(uint64_t connection, uint64_t id, Reader in) {
   if (!in.bytes(key) || !in.end()) return false;
   Writer out;
   out.integer(find(key) != nullptr);
-  take(key);
+  erase_key(key);
   answer(connection, id, Op::erase, body_of(out));
   return true;
 }
@@ -442,7 +442,7 @@ void Table::put(std::string_view key, Value value, uint64_t owner) {
     if (owner) connections_[owner].owned.emplace(key);
   }
   at->second = {value, owner};
-  tell(key, value);
+  notify_watches(key, value);
 
   const auto waiting = waiting_.find(at->first);
   if (waiting == waiting_.end()) return;
@@ -463,12 +463,12 @@ void Table::put(std::string_view key, Value value, uint64_t owner) {
   }
 }
 
-void Table::take(std::string_view key) {
+void Table::erase_key(std::string_view key) {
   const auto at = entries_.find(key);
   if (at == entries_.end()) return;
   kept_ -= kEntry + key.size() + at->second.value->size();
   disown(key, at->second.owner);
-  tell(key, nullptr);
+  notify_watches(key, nullptr);
   entries_.erase(at);
 }
 
@@ -478,7 +478,7 @@ void Table::disown(std::string_view key, uint64_t owner) {
 }
 
 // Sends a key's change to its watches.
-void Table::tell(std::string_view key, const Value& value) {
+void Table::notify_watches(std::string_view key, const Value& value) {
   for (const auto& [length, number] : watched_lengths_) {
     if (length > key.size()) break;
     const auto at = watches_.find(std::string(key.substr(0, length)));
@@ -550,7 +550,7 @@ void Table::gone(uint64_t connection, bool goodbye) {
   for (const auto& [id, prefix] : at->second.watches) remove_watch(connection, id, prefix);
   std::set<std::string> owned = std::move(at->second.owned);
   connections_.erase(at);
-  for (const std::string& key : owned) take(key);
+  for (const std::string& key : owned) erase_key(key);
 }
 
 void Table::expire(double now) {

@@ -117,9 +117,9 @@ class Table {
 
   Entry* find(std::string_view key);
   void put(std::string_view key, Value value, uint64_t owner);
-  void take(std::string_view key);
+  void erase_key(std::string_view key);
   void disown(std::string_view key, uint64_t owner);
-  void tell(std::string_view key, const Value& value);
+  void notify_watches(std::string_view key, const Value& value);
 
   void await(std::unique_ptr<Pending> pending);
   void await_absent(Pending& pending);

@@ -251,14 +251,14 @@ class TCPStore(Store):
     def _watch(self, prefix: str) -> Watch:
         watch = _Watch(self, prefix)  # ends when it is no longer referenced, also if the next line raises
         if watch._take(self._deadline(None)) is None:
-            raise self._deaf("watch", time.monotonic())
+            raise self._no_answer_error("watch", time.monotonic())
         return watch
 
     def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> wire.StatusPublication:
         try:
             return wire.StatusPublication(self._client, _utf8(key), rest, _utf8(asked), source)
         except ConnectionError as error:
-            raise self._gone(error) from None
+            raise self._lost_error(error) from None
 
     # Requests.
 
@@ -274,8 +274,8 @@ class TCPStore(Store):
         try:
             answer = self._client.call(op, fields, latest)
         except ConnectionError as error:
-            raise self._gone(error) from None
-        return self._looked_at(what, answer, deadline)
+            raise self._lost_error(error) from None
+        return self._checked(what, answer, deadline)
 
     def _calls(
         self, what: str, op: int, asked: list[tuple], deadline: float, grace: float = 0.0
@@ -284,23 +284,23 @@ class TCPStore(Store):
         try:
             answers = self._client.calls(op, asked, deadline + grace)
         except ConnectionError as error:
-            raise self._gone(error) from None
-        return [self._looked_at(what, answer, deadline) for answer in answers]
+            raise self._lost_error(error) from None
+        return [self._checked(what, answer, deadline) for answer in answers]
 
-    def _looked_at(self, what: str, answer: tuple[int, list[Any]] | None, deadline: float) -> tuple[int, list[Any]]:
+    def _checked(self, what: str, answer: tuple[int, list[Any]] | None, deadline: float) -> tuple[int, list[Any]]:
         if answer is None:
-            raise self._deaf(what, deadline)
+            raise self._no_answer_error(what, deadline)
         if answer[0] == REFUSED:
             raise StoreError(f"{self}: {what}: {answer[1][0].decode(errors='replace')}")
         return answer
 
-    def _gone(self, error: ConnectionError) -> StoreError:
+    def _lost_error(self, error: ConnectionError) -> StoreError:
         if self._closed:  # meanwhile, by another thread
             return StoreError(f"{self} was closed")
         kind = LeaseEnded if isinstance(error, ConnectionAbortedError) else StoreLost
         return kind(f"{self}: {error}")
 
-    def _deaf(self, what: str, deadline: float) -> NcclTimeout:
+    def _no_answer_error(self, what: str, deadline: float) -> NcclTimeout:
         return NcclTimeout(f"{self}: {what}: the server has not answered in time; it may be stopped or overloaded")
 
     # Closing.
@@ -338,7 +338,7 @@ class _Watch(Watch):
         try:
             answer: tuple[int, list[Any]] | None = self._store._client.wait(self._number, deadline)
         except ConnectionError as error:
-            raise self._store._gone(error) from None
+            raise self._store._lost_error(error) from None
         return answer
 
     def _next(self, deadline: float) -> Change | tuple[()] | None:

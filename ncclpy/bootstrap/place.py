@@ -130,7 +130,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
         return chosen[0]
     present = [names for names in _LAUNCHERS if _is_there(names, env)]
     if not present:
-        raise RuntimeError(_nobody(env))
+        raise RuntimeError(_no_launcher_text(env))
     names, others = present[0], present[1:]
     if names is _TORCHRUN and others and "TORCHELASTIC_RUN_ID" not in env:
         # Set by hand, or left over in a shell: each process of mpirun would then have the same rank.
@@ -153,7 +153,7 @@ def _set(names: tuple[str, ...], env: Mapping[str, str]) -> list[str]:
     return [name for name in names if name in env]
 
 
-def _nobody(env: Mapping[str, str]) -> str:
+def _no_launcher_text(env: Mapping[str, str]) -> str:
     text = (
         "no launcher has started this process: none of RANK, OMPI_COMM_WORLD_RANK, PMI_RANK is set, nor "
         "SLURM_STEP_ID. Start it with `ncclpy run -n N program`, torchrun, mpirun or srun"

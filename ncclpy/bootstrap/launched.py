@@ -82,7 +82,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             store = _connect(place, seconds, deadline)
             try:
                 # From here on the other ranks can detect the end of this process, even before it has made a group.
-                ranks = PrefixStore("ncclpy/ranks", _end_of(store))
+                ranks = PrefixStore("ncclpy/ranks", _attempt_view(store))
                 _is_first = not ranks.check([RankRendezvous.been(place.rank)])
                 rendezvous = RankRendezvous(ranks, "this job", place.rank, place.size)
                 here = None if _is_located(place) else _locate(place, rendezvous, deadline)
@@ -94,9 +94,9 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
         # Each caller gets a separate view, which it may close. The store itself is closed when the process ends.
-        end = _end_of(_store)
-        end.timeout, end.one_attempt = seconds, _is_first
-        return place, end
+        view = _attempt_view(_store)
+        view.timeout, view.one_attempt = seconds, _is_first
+        return place, view
     finally:
         _lock.release()
 
@@ -133,7 +133,7 @@ def process_before(rank: int) -> str:
     return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_made(rank) else "not_joined"
 
 
-def _end_of(store: Store) -> PrefixStore:
+def _attempt_view(store: Store) -> PrefixStore:
     return PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

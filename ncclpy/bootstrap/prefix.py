@@ -86,8 +86,8 @@ class PrefixStore(Store):
     def _watch(self, prefix: str) -> Watch:
         return _Stripped(self.store._watch(self._under(prefix)), prefix, len(self._before))
 
-    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
-        return self.store._tell(self._under(key), rest, self._under(asked), source)
+    def _publish_status(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
+        return self.store._publish_status(self._under(key), rest, self._under(asked), source)
 
     def _beat(self, key: str, before: bytes, period: float) -> StatusPublication | None:
         return self.store._beat(self._under(key), before, period)

@@ -393,7 +393,7 @@ class Store:
                 raise
         return watch
 
-    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
+    def _publish_status(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
         """Publish a native source's value under a key, from a thread of the store that needs no GIL.
 
         The value is put at once, then once a second if it has changed, and whenever other ranks change the key

@@ -254,7 +254,7 @@ class TCPStore(Store):
             raise self._no_answer_error("watch", time.monotonic())
         return watch
 
-    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> wire.StatusPublication:
+    def _publish_status(self, key: str, rest: bytes, asked: str, source: Any) -> wire.StatusPublication:
         try:
             return wire.StatusPublication(self._client, _utf8(key), rest, _utf8(asked), source)
         except ConnectionError as error:

@@ -107,7 +107,7 @@ class Reports:
         """Have the store publish this rank's status by itself, from a native source of it, if it can."""
         rest = b"," + pack({"process": process()})[1:]  # its last fields, and the closing brace
         with contextlib.suppress(StoreError):  # the next write from Python shows it
-            self._publication = self.store._tell(self.key(self.rank), rest, ASKED, source)
+            self._publication = self.store._publish_status(self.key(self.rank), rest, ASKED, source)
 
     def end(self) -> None:
         """Have the store publish nothing by itself any more."""

@@ -34,7 +34,7 @@ def heard(store, key, asked, seconds=20.0):
 
 def test_source_answers_questions_until_closed():
     with TCPStore("127.0.0.1", 0, serve=True) as store, TCPStore("127.0.0.1", store.port) as other:
-        telling = PrefixStore("here", store)._tell("key", b',"more":1}', "asked", Source())
+        telling = PrefixStore("here", store)._publish_status("key", b',"more":1}', "asked", Source())
         for _ in range(2):
             assert json.loads(heard(other, "here/key", "here/asked"))["more"] == 1
         telling.close()
@@ -45,7 +45,7 @@ def test_source_answers_questions_until_closed():
 def test_source_dropped_in_cycle_answers_no_more():
     before = Source.gone
     with TCPStore("127.0.0.1", 0, serve=True) as store, TCPStore("127.0.0.1", store.port) as other:
-        cycle = [store._tell("key", b"}", "asked", Source())]
+        cycle = [store._publish_status("key", b"}", "asked", Source())]
         cycle.append(cycle)
         assert heard(other, "key", "asked")
         del cycle
@@ -57,7 +57,7 @@ def test_source_dropped_in_cycle_answers_no_more():
 def test_source_ends_with_its_client():
     with TCPStore("127.0.0.1", 0, serve=True) as store:
         other = TCPStore("127.0.0.1", store.port)
-        telling = other._tell("key", b"}", "asked", Source())
+        telling = other._publish_status("key", b"}", "asked", Source())
         assert heard(store, "key", "asked")
         other.close()
         assert heard(store, "key", "asked", 0.25) is None
@@ -65,4 +65,4 @@ def test_source_ends_with_its_client():
 
 
 def test_store_without_thread_has_no_source():
-    assert LocalStore()._tell("key", b"}", "asked", Source()) is None
+    assert LocalStore()._publish_status("key", b"}", "asked", Source()) is None

@@ -27,7 +27,7 @@ void FutexEvent::sleep(uint32_t seen) {
   syscall(SYS_futex, &generation, FUTEX_WAIT, seen, &timeout, nullptr, 0);
 }
 
-// A core that is given back later than this was used by another rank for an operation, or by another program.
+// If a yield takes longer than this, another rank has used the core for an operation, or another program has used it.
 constexpr std::chrono::microseconds late{8};
 
 // Moves the calling thread to the next of its allowed cores, then restores its affinity mask.
@@ -102,7 +102,7 @@ void Spin::yield() {
   if (late_.fetch_add(1, std::memory_order_relaxed) + 1 < needed) return;
   late_.store(0, std::memory_order_relaxed);
   late_needed_.store(std::min(2 * needed, many_late), std::memory_order_relaxed);
-  // Of two threads on one core only one should move, or they would meet again on the next core.
+  // Of two threads on one core only one should move, or they would meet again on the next core. The clock decides.
   if (ended.time_since_epoch().count() / 16 % 2 == 0) change_core();
 }
 

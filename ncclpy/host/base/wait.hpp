@@ -35,7 +35,7 @@ struct FutexEvent {
     wake();
   }
   void wake();
-  // Sleeps until the next notification, or until the thread's own WaitControl is due.
+  // Sleeps until the generation is no longer `seen`, or until the thread's own WaitControl is due.
   void sleep(uint32_t seen);
 };
 
@@ -105,7 +105,7 @@ constexpr std::chrono::microseconds yield_for{300};
 // as well.
 template <class Done>
 void sleep_until(FutexEvent& changed, Done done) {
-  // `done` may do work and report that: once it has returned true it is not called again.
+  // `done` may do work and return true because of that work, so it is not called again once it has returned true.
   bool answer = done();
   while (!answer) {
     changed.waiters.fetch_add(1, std::memory_order_seq_cst);
@@ -130,7 +130,7 @@ void wait_until(FutexEvent& changed, Done done) {
   sleep_until(changed, done);
 }
 
-// As wait_until() without a Spin, after spinning.
+// Like the wait_until() above, but spins first, and may yield for longer.
 template <class Done>
 void wait_until(FutexEvent& changed, Spin& spin, Done done) {
   if (spin.until(done)) return;

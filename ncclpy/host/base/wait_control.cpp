@@ -33,7 +33,7 @@ void WaitControl::poll() {
   }
   current = nullptr;  // the callback may wait, and must not be called again from that wait
   const double seconds = mine->tick_(mine->argument_);
-  // negative: the wait should end, after what runs here has ended
+  // Negative: the wait should end. It does so once the awaited tasks have ended; until then this is called again.
   mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);
   current = mine;
 }

@@ -50,7 +50,7 @@ void fill_defaults(ncclConfig_t& config) {
   set_default(config.graphStreamOrdering, 1);
 }
 
-// As NCCL: the lines of its file are added to the environment, where a variable is not set yet.
+// Like NCCL, adds the lines of NCCL_CONF_FILE to the environment. Variables that are already set are kept.
 void read_file_into_environment() {
   const char* const name = std::getenv("NCCL_CONF_FILE");
   if (name == nullptr) return;

@@ -144,7 +144,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
                             const std::vector<int>& survivors, uint64_t call) {
   std::lock_guard one_at_a_time(parent->control);
   const ControlCallScope scope(*parent, call);
-  const uint64_t key = shrink_key(*parent, survivors);  // computed here: a call that its group drops is no attempt
+  const uint64_t key = shrink_key(*parent, survivors);  // in the job: a call whose group fails is not counted
   Segment& segment = *parent->segment;
   ShrinkBoard& board = segment.slot(survivors[0]).shrink;
   const bool leads = survivors[0] == parent->rank;
@@ -170,8 +170,8 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
   const ncclUniqueId id = board.id;
-  // The first survivor may have failed meanwhile, and be writing the id of its next attempt: the id read is then
-  // neither.
+  // The first survivor may have failed meanwhile, and be writing the id of its next attempt: what was read may then be
+  // a mixture of both ids.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given it up", survivors[0]);
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
@@ -209,8 +209,8 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, call); });
 }
 
-// One rank of the parent makes the id; all of the parent's ranks find it in the segment, and the program tells the new
-// ranks.
+// One rank of the parent makes the id; all of the parent's ranks find it in the segment, and the program passes it to
+// the new ranks.
 ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
   const char* const function = "ncclCommGetUniqueId";
   std::shared_ptr<Comm> comm;

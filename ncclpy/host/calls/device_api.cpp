@@ -6,8 +6,8 @@ namespace {
 
 ncclResult_t no_device_side(const char* function) {
   return fail(ncclInvalidUsage,
-              "%s : this is for code that runs on a GPU, and the host engine runs none; collectives, windows and "
-              "one-sided calls of the host are there",
+              "%s : this is for code that runs on a GPU, and the host engine runs none; the host's collectives, "
+              "windows and one-sided calls are supported",
               function);
 }
 

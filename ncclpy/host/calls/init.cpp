@@ -13,7 +13,7 @@
 namespace ncclpy::host {
 namespace {
 
-// NCCL's devices are those of one machine, and no two ranks share one.
+// Device numbers count per machine. As in NCCL, no two ranks may share a device.
 ncclResult_t check_duplicates(Segment& segment) {
   for (int a = 0; a < segment.nranks(); a++) {
     for (int b = a + 1; b < segment.nranks(); b++) {

@@ -98,7 +98,7 @@ ncclResult_t abort(ncclComm_t handle) {
   close_parts(*comm);
   depart(comm, false);
   release_memory_use(*comm);
-  // After another rank's death the end of this process must not be reported as one more.
+  // After another rank's death the end of this process must not be reported as another death.
   const auto segment = comm->shared_segment();
   if (segment != nullptr && segment->first_dead() >= 0) segment->slot(comm->rank).closed.store(1);
   return ncclSuccess;

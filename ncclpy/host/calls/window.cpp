@@ -121,8 +121,8 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   return ncclSuccess;
 }
 
-// Errors that are nearly always defects: parts of different sizes, of which all ranks report the same ones, and memory
-// in two windows of the same flags.
+// Finds what is nearly always a defect: parts of different sizes (all ranks report the same two), and memory in two
+// windows with the same flags.
 ncclResult_t check_parts(Comm& comm, const std::vector<Offer>& offers, const Window& window) {
   const char* const function = "ncclCommWindowRegister";
   for (int r = 1; r < comm.nranks; r++) {

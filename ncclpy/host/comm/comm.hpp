@@ -57,7 +57,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   bool blocking() const { return config.blocking != 0; }
 
-  // The name in messages of the ranks: the same text on all ranks.
+  // Names the communicator in error texts: the same text on all ranks.
   std::string title() const;
 
   // Ends every wait of this rank. Returns when none of its operations touches memory any more.
@@ -88,7 +88,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::map<std::vector<int>, int> shrunk_to;  // number of shrinks, by survivors
   uint64_t grown = 0;                         // number of grows; guarded by control
   bool finalized = false;
-  bool disconnected = false;  // destroyed or revoked: with strict_ends, NCCL would no longer ask peers
+  bool disconnected = false;  // finalised or revoked: NCCL then asks no peer to deregister, see check_deregister()
   bool counted = false;  // in segment->local; guarded by its mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 

@@ -20,7 +20,7 @@ class Comm;
 struct SharedAbort {
   std::atomic<bool> aborted{false};
   Mutex<NCCLPY_LOCK_SHARED_ABORT> mutex;
-  std::vector<std::weak_ptr<Comm>> members;  // to be notified of an abort, besides the one that made this object
+  std::vector<std::weak_ptr<Comm>> members;  // the communicators that share this object; none if only one has it
 };
 
 class Health {

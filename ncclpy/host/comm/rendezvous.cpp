@@ -53,7 +53,7 @@ WaitResult Rendezvous::pass_barrier(Barrier& barrier, uint64_t& generation, Side
     changed.notify();
     return WaitResult::ok;
   }
-  // A revoked communicator can still be split: the revoke ends the data's waits only.
+  // A revoked communicator can still be split: a revoke ends only the waits of operations.
   const auto ended = [&] {
     return side == data_side ? health_.stopped() : health_.has_disagreement() || health_.ended();
   };
@@ -191,7 +191,8 @@ bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
 }
 
 // A rank that has not seen the record waits as for a rank that has not arrived; a rank that has seen it has all that
-// it needs. Records of children that end with this communicator stay: their contributions are complete.
+// it needs. The records of children that end with this communicator are not withdrawn: their contributions are
+// complete.
 void Rendezvous::withdraw_record() {
   if (waiting_) segment_->slot(rank_).placed[place_of(described_)].number.store(0, std::memory_order_relaxed);
 }
@@ -215,7 +216,8 @@ WaitResult Rendezvous::await_record_space(size_t bytes, Comm& comm, Agree agree)
   if (has_disagreed()) return WaitResult::ended;
   const uint64_t next = described_ + 1, depth = bytes <= record_inline_bytes ? record_places : inline_buffers;
   if (next <= all_passed_ + depth) return WaitResult::ok;
-  // Waits for more places than needed: reading what other ranks write costs both sides.
+  // For some polls waits for more places than needed, so that it reads less often what other ranks write: such a read
+  // costs both sides.
   const uint64_t needed = next - depth;
   const WaitResult result = await_passed(needed + depth / 2 - 1, needed, next, comm, agree);
   // for this rank alone the collective is complete, and has used its number

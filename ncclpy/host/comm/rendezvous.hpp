@@ -20,7 +20,7 @@ namespace ncclpy::host {
 
 enum class WaitResult {
   ok,
-  ended,      // the communicator or the rank's part has stopped before the wait was over
+  ended,      // the communicator has stopped, or the ranks do not agree, so the rank runs nothing more
   suspended,  // the calling thread's time limit has passed: the rank has not arrived
   // completed without the other ranks, as another rank's abort ends collectives on GPUs: see abort_corruption.hpp
   corrupted,
@@ -80,8 +80,8 @@ class Rendezvous {
   bool has_disagreed() const { return disagreed_.load(std::memory_order_relaxed); }
   bool finds_disagreement(Comm& comm, Agree agree) { return has_disagreed() || !catch_up(comm, agree); }
 
-  // While this rank waits for something other than a collective: a rank that describes a collective from which this
-  // rank continued wakes it, to compare the records.
+  // Exists while this rank waits for something other than a collective. A rank that then describes a collective from
+  // which this rank continued wakes this rank, which compares the records.
   class WaiterRegistration {
    public:
     explicit WaiterRegistration(Rendezvous& rendezvous)

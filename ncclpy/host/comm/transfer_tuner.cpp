@@ -8,12 +8,12 @@ namespace ncclpy::host {
 namespace {
 
 // Collectives of one trial. The first one finds the caches as the other transport left them and does not count. For
-// sizes beyond the caches the second one is reliable.
+// sizes beyond the caches one more is enough.
 constexpr int trials_of(int size) { return size < 22 ? 3 : 2; }
 // The least and most collectives for which the better transport is used before the other one is tried.
 constexpr double fewest = 100, most = 3000;
-// Fewer at first, since the first measurements may be those of page faults; also before the first trial, which a
-// program of a few operations should never reach.
+// The most collectives for each of the first choices: few, since the first measurements may be those of page faults.
+// at_first(0) collectives precede the first trial, which a program of a few operations should never reach.
 int at_first(int rows) { return rows < 5 ? 8 << 2 * rows : int(most); }
 // A transport that has become slower than the other one's last measurement by this factor is given up at once.
 constexpr double max_slowdown = 1.25;

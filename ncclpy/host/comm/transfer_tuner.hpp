@@ -19,7 +19,7 @@ class TransferTuner {
  public:
   // Whether the next collective shall use CMA. `prefers` is the choice before anything is measured.
   bool choose_cma(Collective kind, size_t bytes, bool prefers);
-  // Records the duration of a collective in seconds, from the arrival of all ranks until this rank was through.
+  // Records the duration of a collective in seconds, from the arrival of all ranks until this rank had finished.
   void record(Collective kind, size_t bytes, bool cma, double seconds);
 
  private:

@@ -49,8 +49,8 @@ CUresult event_call(CUevent handle, Body body) {
   });
 }
 
-// Whether an event may be queried now: neither an event of a capture, nor while unsafe calls are forbidden by a
-// capture.
+// Returns CUDA_SUCCESS if an event may be queried now: it was not recorded during a capture, and no capture in
+// progress forbids unsafe calls.
 CUresult unsafe_to_ask(const std::shared_ptr<Record>& record) {
   if (record == nullptr || record->capture == nullptr) return unsafe_while_capturing();
   invalidate_capture(record->capture);
@@ -195,8 +195,8 @@ CUresult cuEventSynchronize(CUevent event) {
   });
 }
 
-// As cuEventQuery, but the caller runs the tasks before the event itself, for at most `seconds` and only interruptible
-// ones. Not a call of CUDA.
+// As cuEventQuery, but first the calling thread runs the tasks that precede the event, for at most `seconds` and only
+// interruptible ones. Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(CUevent event, double seconds) {
   return event_call(event, [&](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;

@@ -34,7 +34,7 @@ struct Graph {
 // A capture in progress: its origin, the stream on which it began, and the streams that joined it through events.
 class Capture {
  public:
-  // Begins a capture with `stream` as the origin. CUDA's rules are in calls_graph.cpp.
+  // Begins a capture with `stream` as the origin. CUDA's rules for other calls are in the functions below.
   static CUresult begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMode mode);
   static CUresult end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Graph>* graph);
   // Ends the capture, if any, that began on the stream, which is being destroyed.

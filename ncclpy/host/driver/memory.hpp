@@ -26,7 +26,8 @@ bool deallocate(void* base, bool pinned = false);
 // The allocation that contains an address; `base` is nullptr for memory that was not allocated here.
 Allocation allocation_of(const void* address);
 
-// Keeps that allocation's memory mapped, even after it is deallocated; nullptr for memory that was not allocated here.
+// Keeps the memory of the allocation that contains an address mapped, even after it is deallocated; nullptr for memory
+// that was not allocated here.
 std::shared_ptr<void> hold_allocation(const void* address);
 
 // The machine's memory, in bytes.

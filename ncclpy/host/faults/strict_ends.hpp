@@ -8,8 +8,8 @@ namespace ncclpy::host {
 
 extern const bool strict_ends;
 
-// Called when a rank is destroyed or aborted that is the only one of its communicator in this process. Of several
-// ranks NCCL frees resources with the last one; that case is not checked.
+// Called when a rank that is the only one of its communicator in this process is destroyed or aborted. If a process
+// has several ranks, NCCL frees resources with the last one; that case is not checked.
 void check_destroy(Comm& comm);
 // Called when a registration of the communicator is removed.
 void check_deregister(const Comm& comm);

@@ -13,7 +13,7 @@ namespace ncclpy::host {
 // The memory that the operations of one launch read and write.
 struct LaunchMemoryUse {
   std::shared_ptr<const MemoryUse> memory;  // until the launch has run
-  // of puts, by operation: until the peer is signalled, which may free the memory
+  // of puts, by operation: until the peer gets its signal and may free the memory
   std::vector<std::shared_ptr<const MemoryUse>> targets;
 };
 

@@ -1,7 +1,8 @@
-// 16- and 8-bit floats to float32 and back, rounded to nearest even, without branches so that loops over them vectorise.
+// 16- and 8-bit floats to float32 and back, rounded to nearest even, without branches, so that loops over them
+// vectorise.
 //
-// Overflow and NaN are those of ml_dtypes: float16, bfloat16 and float8_e5m2 overflow to infinity; float8_e4m3fn has no
-// infinity and overflows to NaN.
+// Overflow and NaN are those of ml_dtypes: float16, bfloat16 and float8_e5m2 overflow to infinity; float8_e4m3fn has
+// no infinity and overflows to NaN.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +55,8 @@ inline float to_float(SmallFloat<Bits, E, M, FINITE> x) {
   uint32_t raw = x.bits;
   uint32_t magnitude = raw & magnitude_mask;
   uint32_t sign = (raw & ~magnitude_mask) << (31 - width);
-  // Moved to float32's place the value is too small by 2^(127 - bias); the product is exact, subnormals included.
+  // With its bits moved to float32's positions the value is too small by a factor of 2^(127 - bias). The product is
+  // exact, subnormals included.
   float scaled = float_of(magnitude << (23 - M)) * float_of(uint32_t(127 + 127 - bias) << 23);
   uint32_t bits = bits_of(scaled);
   uint32_t special = FINITE ? 0x7fc00000u : 0x7f800000u | ((magnitude & ((1u << M) - 1)) << (23 - M));

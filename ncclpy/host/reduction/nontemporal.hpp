@@ -12,7 +12,7 @@
 
 namespace ncclpy::host {
 
-// The size of a rank's whole result from which little of it would still be in a cache when it is complete.
+// If a rank's whole result has at least this size, little of it would still be in a cache when it is complete.
 constexpr size_t nontemporal_min_bytes = 8 << 20;
 
 // Stores one cache line to the aligned address `to`.
@@ -26,8 +26,8 @@ static inline void store_line_nontemporal(void* to, const void* from) {
 #endif
 }
 
-// Copies like memcpy. A nontemporal_fence() must follow before another thread is told of the data. Internal linkage
-// and no calls of external functions, since the includers are compiled for several instruction sets.
+// Copies like memcpy. A nontemporal_fence() must follow before another thread is told of the data. This has internal
+// linkage and calls no external function, since files that include it are compiled for several instruction sets.
 static inline void copy_nontemporal(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   char* target = static_cast<char*>(to);

@@ -11,13 +11,13 @@
 namespace ncclpy::host {
 namespace {
 
-// Bytes of the accumulator, which are reduced at a time. With a small block the accumulator and its inputs stay in the
-// first-level cache. Data from memory are better read in longer runs: at the start of each block the hardware
-// prefetcher has to start again.
+// A block: the bytes of the accumulator, which are reduced at a time. With a small block the accumulator and its
+// inputs stay in the first-level cache. Data from memory are better read in longer runs: at the start of each block
+// the hardware prefetcher has to start again.
 constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
 constexpr size_t large_block_min_bytes = 1 << 20;
-// The block of a non-temporal result with one output: it is read again at once, from the first-level cache. With four
-// inputs, blocks of 4 KiB take 7% to 24% longer.
+// The block of a non-temporal result with one output: the copy to the output reads it again at once, from the
+// first-level cache. With four inputs, blocks of 4 KiB take 7% to 24% longer.
 constexpr size_t nontemporal_block = 1 << 10;
 
 template <class Acc>
@@ -114,7 +114,7 @@ template <class Op, class First, class Second, class Out>
 }
 
 // Like combine, with non-temporal stores to an output aligned to its element size. Used for two inputs, for which
-// blocks take longer.
+// working block by block takes longer.
 template <class Op, class T>
 [[gnu::noinline]] void combine_nontemporal(const T* first, const T* second, T* out, size_t count) {
   constexpr size_t line = 64 / sizeof(T);

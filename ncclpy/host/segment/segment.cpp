@@ -249,7 +249,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
   slot.present.store(1, std::memory_order_release);
   Header& header = (*segment)->header();
   header.attached.fetch_add(1, std::memory_order_acq_rel);
-  header.changed.notify();  // before the last rank arrives, too: the others begin to watch this process
+  header.changed.notify();  // at every arrival, not only the last: waiting ranks begin to watch this process
   return ncclSuccess;
 }
 

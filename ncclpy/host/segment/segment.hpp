@@ -50,16 +50,16 @@ struct alignas(128) PlacedRecord {
   std::atomic<uint64_t> number{0};  // of the collective, from 1; written last
   alignas(64) char inline_data[record_inline_bytes];
 
-  // Another rank may be reading the old record, of a collective that needs it no more; it notices that the number has
-  // changed.
+  // Another rank may still be reading the old record, although its collective no longer needs it; that rank notices
+  // that the number has changed.
   void write(const Record& from);
   // Returns false if the place holds another collective's record, or gets one during the read.
   bool read(uint64_t which, Record* to) const;
 };
 static_assert(sizeof(PlacedRecord) == 128);
 
-// The places of a rank's records, used in turn. A rank may be this many collectives ahead of the others where it needs
-// no data from them.
+// The places of a rank's records, used in turn. A rank may be this many collectives ahead of the others if it needs no
+// data from them.
 constexpr size_t record_places = 8;
 inline int place_of(uint64_t number) { return int(number % record_places); }
 
@@ -187,7 +187,7 @@ struct Header {
   uint32_t nranks;
   uint64_t bytes;
   alignas(128) std::atomic<uint32_t> attached;
-  std::atomic<int32_t> first_dead;  // plus one
+  std::atomic<int32_t> first_dead;  // the first rank found dead, plus one; 0: none
   GrowBoard grow;
   Disagreement disagreement;
   alignas(128) Barrier control;
@@ -222,8 +222,9 @@ class Segment {
     return memory_ + pieces_at_ + ((size_t(from) * size_t(nranks_) + size_t(to)) * channel_slots + slot) * piece_bytes;
   }
 
-  // Memory in bytes: one rank's share of what is always allocated; the pages of a rank's data buffers that were ever
-  // touched. release_buffers returns the latter to the system, while no rank uses them.
+  // Memory in bytes. fixed_bytes: one rank's share of what is always allocated. buffer_bytes: the pages of a rank's
+  // data buffers that are in memory, because they were touched. release_buffers returns those pages to the system; no
+  // rank may be using them.
   size_t fixed_bytes() const { return inline_at_ / size_t(nranks_); }
   size_t buffer_bytes(int rank) const;
   void release_buffers(int rank);

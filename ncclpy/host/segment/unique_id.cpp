@@ -121,8 +121,8 @@ ncclResult_t open_memory(int32_t pid, int32_t descriptor, const char* name, size
   }
   const int sealed = fcntl(opened.get(), F_GET_SEALS);
   if (sealed < 0 || (sealed & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW)) {
-    return fail(ncclInvalidUsage, "the memory of process %d, which %s, is not sealed: it could be taken away from "
-                "under this process, so it is not used", pid, role);
+    return fail(ncclInvalidUsage, "the memory of process %d, which %s, is not sealed: it could be truncated while "
+                "this process uses it, so it is refused", pid, role);
   }
   *memory = std::move(opened);
   *found = true;
@@ -317,7 +317,7 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
   const Phase phase = phase_of(word_);
   const bool ours = has_nonce(*entry_, nonce_);
   std::atomic_thread_fence(std::memory_order_acquire);
-  // Entries are reused: an id is used up if its nonce differs, or is replaced during the read.
+  // Entries are reused: the id is used up if the entry has another id's nonce, or has got another id during the read.
   const bool same = (entry_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
   if (!ours || !same || phase == Phase::unused) return used_up();
   word_ = with(word_, Phase::offered);

@@ -1,11 +1,11 @@
-// Collectives of large blocks among processes that can read each other's memory: the kernel copies once from the
-// sender's buffer to the receiver's (process_vm_readv) instead of twice through the segment; or to where the receiver
-// reduces it, in pieces that stay in the cache.
+// Collectives of large blocks among processes that can read each other's memory. The kernel copies a block once, from
+// the sender's buffer to the receiver's (process_vm_readv), instead of twice, through the segment. Data to be reduced
+// are read in pieces that stay in the receiver's cache.
 //
-// All ranks have arrived, each reads what it needs, and none leaves before all have it. A rank that aborts does not
-// arrive at the last barrier, or withdraws its arrival, so no rank takes for a result what it has read from that rank;
-// or it arrives last, when all have read. Only a rank that dies may have arrived while others still read: its memory
-// is gone, and the reading ranks report that themselves.
+// All ranks have arrived, each reads what it needs, and none leaves before all have read. A rank that aborts does not
+// arrive at the last barrier, or withdraws its arrival, so no rank returns as a result what it has read from that
+// rank; or it arrives last, when all have read. Only a rank that dies may have arrived while others still read: its
+// memory is gone, and the reading ranks report that themselves.
 #include <string.h>
 
 #include <algorithm>
@@ -22,14 +22,14 @@ constexpr size_t min_block = 64 << 10;
 // From likely_block on, one copy by the kernel mostly takes less time than two copies through the cache, from
 // sure_block on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
-// For data to be reduced, which pass through the cache either way: with two ranks; in a reduce-scatter, where ranks
-// read all that they need at once; and with more ranks than cores, where fewer waits for each other matter most.
+// The likely_block of reductions, whose data pass through the cache either way. It counts only with two ranks, for a
+// reduce-scatter, in which ranks read all that they need at once, and with more ranks than cores, where it matters
+// most that ranks wait for each other less often.
 constexpr size_t likely_reduced = 1 << 20;
 // With two ranks, the piece that each reduces at a time while both reduce. A rank that reduces alone takes read_bytes.
 constexpr size_t piece_of_both = 512 << 10;
 
-// The rank that measures and decides. It must be a receiver: a rank that only sends may be through long before the
-// others.
+// The rank that measures and decides. It must be a receiver: a rank that only sends may finish long before the others.
 int decider_of(const Comm& comm, const Record& record) {
   switch (record.kind) {
     case Collective::reduce:
@@ -110,8 +110,8 @@ class CmaRead {
   // copy_from does.
   bool reduce(size_t at, size_t bytes, char* to) {
     char* const pieces = comm_.segment->step_input(rank_, 0);
-    // The only peer's input is read into the result's memory and reduced there: no other data are evicted from the
-    // caches, and the calls of the kernel may be large.
+    // With two ranks the peer's input is read into the result's memory and reduced there: no other data are evicted
+    // from the caches, and each call of the kernel may read a large piece.
     const bool in_result = nranks_ == 2 && to != static_cast<const char*>(mine_.send) + at;
     const size_t in_pieces = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
     const size_t most = !in_result ? in_pieces : mine_.kind == Collective::reduce ? read_bytes : piece_of_both;
@@ -186,7 +186,7 @@ void record_duration(Comm& comm, int place, bool reader, double seconds) {
   comm.tuner.record(mine.kind, block_of(comm, mine), reader, seconds);
 }
 
-// It is suspended only at barriers, and while it waits for the end.
+// A thread can suspend the collective only at barriers and in await_end().
 WaitResult run_cma_read(Comm& comm, CollectiveProgress& progress) {
   CmaRead reader(comm, progress.place);
   if (progress.step == data) progress.step = reader.run();

@@ -45,7 +45,7 @@ struct CollectiveProgress {
   bool arrived = false;    // all ranks that this one needs have arrived, and agree
   int place = 0;           // of the records
   size_t step = 0;         // completed steps, as the transport counts them
-  bool suspended = false;  // while its data moved
+  bool suspended = false;  // a thread suspended it while its data moved
 };
 
 // Runs a collective. Returns false if the thread suspended it: it must be called again, with the same `progress`.

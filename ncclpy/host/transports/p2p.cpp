@@ -3,9 +3,9 @@
 // cannot be read, pass in pieces through the segment.
 //
 // Channel::state, for the k-th offered message of the channel: 4k idle; 4k + 1 offered; 4k + 2 taken, the receiver is
-// copying; then 4(k + 1). A sender that withdraws its offer sets it back to 4k. Between threads it waits for a
-// receiver that is copying. Between processes it does not, as that could take for ever: reading a withdrawn message
-// does no harm, and a receiver that finds its message no longer taken has not received it.
+// copying; then 4(k + 1). A sender that withdraws its offer sets the state back to 4k. Between threads it waits if the
+// receiver is copying. Between processes it does not wait, since that might never end: reading a withdrawn message
+// does no harm, and a receiver that then finds the state no longer `taken` has not received the message.
 #include "p2p.hpp"
 
 #include <algorithm>

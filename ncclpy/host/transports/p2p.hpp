@@ -12,7 +12,7 @@ class Messages {
  public:
   explicit Messages(Comm& comm) : comm_(comm) {}
 
-  // Adds a send or a receive; messages between the same two ranks keep their order. An empty message is none, as in
+  // Adds a send or a receive; messages between the same two ranks keep their order. Empty messages are ignored, as in
   // NCCL.
   void add(const Operation& operation);
   // Does what is possible without waiting, so that peers need not wait for what this rank does next. Returns whether

@@ -65,17 +65,17 @@ inline int place_of(uint64_t number) { return int(number % record_places); }
 
 // Counts the arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
 struct Barrier {
-  std::atomic<uint64_t> rendezvous{0};
+  std::atomic<uint64_t> arrivals{0};
 
-  bool open(uint64_t target) const { return rendezvous.load(std::memory_order_acquire) >= target; }
+  bool open(uint64_t target) const { return arrivals.load(std::memory_order_acquire) >= target; }
   // Arrives, and returns whether this arrival opened the barrier.
-  bool arrive(uint64_t target) { return rendezvous.fetch_add(1, std::memory_order_acq_rel) + 1 == target; }
+  bool arrive(uint64_t target) { return arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == target; }
   // Takes the arrival back. Returns false if the barrier has opened meanwhile: the other ranks count on this rank
   // then.
   bool withdraw(uint64_t target) {
-    uint64_t now = rendezvous.load(std::memory_order_acquire);
+    uint64_t now = arrivals.load(std::memory_order_acquire);
     while (now < target) {
-      if (rendezvous.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel)) return true;
+      if (arrivals.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel)) return true;
     }
     return false;
   }

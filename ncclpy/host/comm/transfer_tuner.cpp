@@ -14,7 +14,7 @@ constexpr int trials_of(int size) { return size < 22 ? 3 : 2; }
 constexpr double fewest = 100, most = 3000;
 // The most collectives for each of the first choices: few, since the first measurements may be those of page faults.
 // at_first(0) collectives precede the first trial, which a program of a few operations should never reach.
-int at_first(int rows) { return rows < 5 ? 8 << 2 * rows : int(most); }
+int at_first(int choices) { return choices < 5 ? 8 << 2 * choices : int(most); }
 // A transport that has become slower than the other one's last measurement by this factor is given up at once.
 constexpr double max_slowdown = 1.25;
 
@@ -39,7 +39,7 @@ void TransferTuner::Entry::choose_next() {
   } else if (costs[0] > 0 && costs[1] > 0) {
     uses_cma = costs[1] < costs[0];
     const double worth = 50 * trials_of(size) * (costs[!uses_cma] / costs[uses_cma] - 1);
-    remaining = std::min(int(std::clamp(worth, fewest, most)), at_first(rows++));
+    remaining = std::min(int(std::clamp(worth, fewest, most)), at_first(choices++));
   } else {  // at most one was measured
     uses_cma = costs[0] > 0 || costs[1] > 0 ? costs[1] > 0 : prefers;
     remaining = int(fewest);

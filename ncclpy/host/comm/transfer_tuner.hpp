@@ -32,7 +32,7 @@ class TransferTuner {
     int remaining;          // collectives until the next choice
     bool on_trial = false;  // chosen to measure it, not because it is better
     bool settling = true;   // the choice has just changed
-    int rows = 1;           // choices of the better transport so far, the preferred one at first included
+    int choices = 1;        // choices of the better transport so far, the preferred one at first included
     double costs[2] = {};   // seconds a byte, by uses_cma, of undisturbed collectives; 0: unknown
 
     void choose_next();

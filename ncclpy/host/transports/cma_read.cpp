@@ -179,11 +179,11 @@ bool uses_cma(Comm& comm, int place) {
   return true;
 }
 
-void record_duration(Comm& comm, int place, bool reader, double seconds) {
+void record_duration(Comm& comm, int place, bool cma, double seconds) {
   const Record& mine = comm.segment->slot(comm.rank).record(place);
   if (comm.rank != decider_of(comm, mine) || !can_use_cma(comm, mine)) return;
   if (always_uses_cma(mine.kind, block_of(comm, mine))) return;
-  comm.tuner.record(mine.kind, block_of(comm, mine), reader, seconds);
+  comm.tuner.record(mine.kind, block_of(comm, mine), cma, seconds);
 }
 
 // A thread can suspend the collective only at barriers and in await_end().

@@ -157,7 +157,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
     NCCLPY_TRY(made);
   }
   int dead = -1;
-  auto someone_died = [&] {
+  auto a_survivor_died = [&] {
     for (int r : survivors) dead = segment.slot(r).dead.load(std::memory_order_acquire) ? r : dead;
     return dead >= 0;
   };
@@ -165,7 +165,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   {
     AwaitedRanks awaited(*parent, control_side);
     if (!leads) awaited.set({survivors[0]});
-    wait_until(segment.header().changed, [&] { return posted() || child->health.stopped() || someone_died(); });
+    wait_until(segment.header().changed, [&] { return posted() || child->health.stopped() || a_survivor_died(); });
   }
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");

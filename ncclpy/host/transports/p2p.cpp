@@ -110,7 +110,8 @@ bool Messages::complete_corrupted(PeerQueue& queue) {
 
 bool Messages::send(PeerQueue& queue) {
   Message& message = queue.now();
-  if (message.place == never && message.done == 0) {  // only once: the place must not become that of another message
+  // Decided once: after an offer no other message may be offered in the same state.
+  if (message.idle_state == never && message.done == 0) {
     message.offers = queue.local || (message.bytes >= offer_min_bytes && offering_is_faster() &&
                                     !channel(queue).refused.load(std::memory_order_relaxed));
   }
@@ -137,17 +138,18 @@ bool Messages::offer(PeerQueue& queue) {
   const uint64_t state = link.state.load(std::memory_order_acquire);
   if (state % states != idle) return false;
   if (!message.started) {
-    if (message.place == never) {  // else the message was offered before, and a receiver may be reading these fields
+    // If the message was offered before, a receiver may be reading these fields.
+    if (message.idle_state == never) {
       link.data = message.source;
       link.offer = message.kind;
-      message.place = state;
+      message.idle_state = state;
     }
     message.started = true;
     link.state.store(state + offered, std::memory_order_release);
     notify(queue.peer);
     return true;
   }
-  if (state == message.place) {  // the receiver has refused
+  if (state == message.idle_state) {  // the receiver has refused
     message.started = message.offers = false;
     return true;
   }
@@ -161,14 +163,14 @@ bool Messages::receive_offered(PeerQueue& queue) {
   Message& message = queue.now();
   uint64_t state = link.state.load(std::memory_order_acquire);
   if (state % states != offered) return false;
-  const uint64_t place = state - offered;
-  if (!queue.local && !reads_peers(comm_)) return refuse(queue, state, place);
-  if (!link.state.compare_exchange_strong(state, place + taken, std::memory_order_acq_rel)) return false;
+  const uint64_t idle_state = state - offered;
+  if (!queue.local && !reads_peers(comm_)) return refuse(queue, state, idle_state);
+  if (!link.state.compare_exchange_strong(state, idle_state + taken, std::memory_order_acq_rel)) return false;
   const MessageKind sent = link.offer;
   link.wanted = message.kind;
-  if (sent == message.kind && !copy_offered(queue, place)) return false;
-  state = place + taken;
-  if (!link.state.compare_exchange_strong(state, place + states, std::memory_order_acq_rel)) return false;
+  if (sent == message.kind && !copy_offered(queue, idle_state)) return false;
+  state = idle_state + taken;
+  if (!link.state.compare_exchange_strong(state, idle_state + states, std::memory_order_acq_rel)) return false;
   if (!(sent == message.kind)) report_mismatch(queue, sent, message.kind);
   notify(queue.peer);
   queue.at++;
@@ -176,26 +178,26 @@ bool Messages::receive_offered(PeerQueue& queue) {
 }
 
 // Refuses an offer that this rank cannot read.
-bool Messages::refuse(PeerQueue& queue, uint64_t state, uint64_t place) {
+bool Messages::refuse(PeerQueue& queue, uint64_t state, uint64_t idle_state) {
   Channel& link = channel(queue);
   link.refused.store(1, std::memory_order_relaxed);
-  if (!link.state.compare_exchange_strong(state, place, std::memory_order_acq_rel)) return false;
+  if (!link.state.compare_exchange_strong(state, idle_state, std::memory_order_acq_rel)) return false;
   notify(queue.peer);
   return true;
 }
 
 // Returns false if not everything was copied.
-bool Messages::copy_offered(PeerQueue& queue, uint64_t place) {
+bool Messages::copy_offered(PeerQueue& queue, uint64_t idle_state) {
   Channel& link = channel(queue);
   Message& message = queue.now();
   if (queue.local) {
     std::memmove(message.target, link.data, message.bytes);
     return true;
   }
-  const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == place + taken; };
+  const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == idle_state + taken; };
   const auto on_failure = [&](const void*, int error) {
     // The peer can still send its memory in pieces.
-    if (is_taken() && !has_gone(comm_, queue.peer, error)) refuse(queue, place + taken, place);
+    if (is_taken() && !has_gone(comm_, queue.peer, error)) refuse(queue, idle_state + taken, idle_state);
   };
   return copy_from_peer(comm_, queue.peer, link.data, message.target, message.bytes, is_taken, on_failure);
 }
@@ -256,14 +258,14 @@ void Messages::retract() {
 void Messages::retract(PeerQueue& queue) {
   Channel& link = channel(queue);
   Message& message = queue.now();
-  uint64_t state = message.place + offered;
-  if (link.state.compare_exchange_strong(state, message.place, std::memory_order_acq_rel)) {
+  uint64_t state = message.idle_state + offered;
+  if (link.state.compare_exchange_strong(state, message.idle_state, std::memory_order_acq_rel)) {
     message.started = false;
     return;
   }
-  const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == message.place + taken; };
+  const auto is_taken = [&] { return link.state.load(std::memory_order_acquire) == message.idle_state + taken; };
   if (queue.local) return wait_until(comm_.segment->slot(comm_.rank).changed, [&] { return !is_taken(); });
-  if (state == message.place + taken && link.state.compare_exchange_strong(state, message.place))
+  if (state == message.idle_state + taken && link.state.compare_exchange_strong(state, message.idle_state))
     message.started = false;
 }
 

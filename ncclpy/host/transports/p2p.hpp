@@ -34,7 +34,7 @@ class Messages {
     size_t done = 0;
     bool started = false;    // offered; or, of a message received in pieces, some have arrived
     bool offers = false;     // of a send: offers its buffer instead of copying it in pieces
-    uint64_t place = never;  // the channel's state before the offer
+    uint64_t idle_state = never;  // the channel's state before the offer, 4k in p2p.cpp
   };
   // The messages with one peer in one direction.
   struct PeerQueue {
@@ -54,8 +54,8 @@ class Messages {
   bool receive(PeerQueue& queue);
   bool offer(PeerQueue& queue);
   bool receive_offered(PeerQueue& queue);
-  bool copy_offered(PeerQueue& queue, uint64_t place);
-  bool refuse(PeerQueue& queue, uint64_t state, uint64_t place);
+  bool copy_offered(PeerQueue& queue, uint64_t idle_state);
+  bool refuse(PeerQueue& queue, uint64_t state, uint64_t idle_state);
   bool send_pieces(PeerQueue& queue);
   bool receive_pieces(PeerQueue& queue);
   // Completes a message that the peer has abandoned; returns whether there is one. See abort_corruption.hpp.

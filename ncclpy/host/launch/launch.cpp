@@ -52,9 +52,9 @@ bool begin_operations(Comm& comm, const Operation* operations, size_t count, Lau
 }
 
 // Returns false if the thread suspended the launch.
-template <class Tell>
+template <class PublishCall>
 bool run_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
-                    LaunchProgress& progress, Tell tell) {
+                    LaunchProgress& progress, PublishCall publish_call) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   if (progress.begun) {
     progress.messages.advance();
@@ -74,7 +74,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
       abandon_operations(comm, &operations[i], 1);
       continue;
     }
-    tell(operations[i].call);
+    publish_call(operations[i].call);
     if (!run_collective(comm, operations[i], progress.collective_progress)) {
       progress.messages.retract();
       return false;
@@ -82,10 +82,10 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
     progress.collective_progress = {};
   }
   for (size_t i = count; i-- > 0;) {
-    if (operations[i].message()) tell(operations[i].call);
+    if (operations[i].message()) publish_call(operations[i].call);
   }
   if (!progress.messages.finish()) return false;
-  wait_for_signals(comm, operations, count, tell);
+  wait_for_signals(comm, operations, count, publish_call);
   for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
   return true;
 }
@@ -94,11 +94,13 @@ bool execute(Comm& comm, const Operation* operations, size_t count, LaunchMemory
              LaunchProgress& progress) {
   // All ranks can see what this rank is running.
   RankSlot& slot = comm.segment->slot(comm.rank);
-  const auto tell = [&slot](uint64_t call) { slot.current_call[data_side].store(call, std::memory_order_relaxed); };
-  tell(operations[0].call);
-  const bool done = run_operations(comm, operations, count, memory_use, progress, tell);
+  const auto publish_call = [&slot](uint64_t call) {
+    slot.current_call[data_side].store(call, std::memory_order_relaxed);
+  };
+  publish_call(operations[0].call);
+  const bool done = run_operations(comm, operations, count, memory_use, progress, publish_call);
   if (done) slot.last_done.store(operations[count - 1].call, std::memory_order_relaxed);
-  tell(0);  // also after a suspension, since no thread may resume the launch
+  publish_call(0);  // also after a suspension, since no thread may resume the launch
   return done;
 }
 

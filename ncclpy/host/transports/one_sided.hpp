@@ -16,12 +16,12 @@ bool run_put(Comm& comm, const Operation& operation);
 void give_signal(Comm& comm, const Operation& operation);
 
 // Runs the waits among the operations: returns when each peer has given as many signals as were waited for in total,
-// or when the communicator stops. Before each wait `tell` is called with its call word (call_kind.hpp).
-template <class Tell>
-void wait_for_signals(Comm& comm, const Operation* operations, size_t count, Tell tell) {
+// or when the communicator stops. Before each wait `publish_call` is called with the wait's call word (call_kind.hpp).
+template <class PublishCall>
+void wait_for_signals(Comm& comm, const Operation* operations, size_t count, PublishCall publish_call) {
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::wait_signal) continue;
-    tell(operations[i].call);
+    publish_call(operations[i].call);
     wait_for_signal(comm, operations + i, count - i);
   }
 }

@@ -45,7 +45,7 @@ Allocations& allocations() {
 
 bool too_much(std::size_t bytes) { return bytes > total_memory() || (bytes >= large_bytes && bytes > free_memory()); }
 
-void give_back(const Allocation& gone) {
+void free_allocation(const Allocation& gone) {
   if (gone.descriptor < 0) {
     std::free(gone.base);
   } else {
@@ -55,8 +55,8 @@ void give_back(const Allocation& gone) {
 }
 
 // Registers memory and takes ownership of it, even if this throws.
-void enter(const Allocation& made) {
-  std::shared_ptr<void> memory(made.base, [made](void*) { give_back(made); });
+void register_allocation(const Allocation& made) {
+  std::shared_ptr<void> memory(made.base, [made](void*) { free_allocation(made); });
   const auto address = reinterpret_cast<std::uintptr_t>(made.base);
   Allocations& all = allocations();
   std::lock_guard lock(all.mutex);
@@ -72,7 +72,7 @@ void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
   void* base = nullptr;
   if (posix_memalign(&base, unit, rounded) != 0) return nullptr;
   if (bytes >= huge_page) madvise(base, bytes, MADV_HUGEPAGE);  // a hint: smaller pages work as well
-  enter({base, bytes, device, pinned});
+  register_allocation({base, bytes, device, pinned});
   return base;
 }
 
@@ -93,7 +93,7 @@ void* allocate_shared(std::size_t bytes, int device) {
     close(descriptor);
     return nullptr;
   }
-  enter({base, bytes, device, false, descriptor});
+  register_allocation({base, bytes, device, false, descriptor});
   return base;
 }
 

@@ -84,7 +84,7 @@ Spin::Spin(int ranks) {
 }
 
 void Spin::set_cores(int ranks, const CoresOf& cores_of) {
-  // All ranks of one process compute the same, and the first one may already spin when the last one gets here.
+  // All ranks of one process compute the same value, and the first one may already spin when the last one gets here.
   const bool crowded = are_crowded(ranks, cores_of);
   if (crowded != is_crowded()) polls_.store(crowded ? 0 : most, std::memory_order_relaxed);
 }

@@ -48,8 +48,8 @@ cpu_set_t own_cores();
 //
 // The scheduler leaves two ranks on one core as long as they yield to each other, and each operation takes the time of
 // both. A sleep does not always separate them: in a virtual machine Linux cannot tell an idle core from one that the
-// host has taken away, so it does not place a woken thread there. A thread that got its core back late from several
-// yields therefore moves itself to another core.
+// host has taken away, so it does not place a woken thread there. A thread therefore moves itself to another core if
+// several of its yields have returned late.
 class Spin {
  public:
   // With more ranks than cores spinning only delays the other ranks, so until() does not poll at all. Until

@@ -36,7 +36,7 @@ ncclResult_t free_memory_at(void* pointer) {
 }
 
 // NCCL counts registrations of the same buffer, or of a part of it, and keeps the memory until all are removed; for
-// memory that overlaps otherwise it makes another registration. Either is nearly always a defect: a missing
+// memory that overlaps in another way it makes another registration. Both cases are nearly always a defect: a missing
 // deregistration.
 ncclResult_t check_once(const Comm& comm, const char* function, const Range& wanted) {
   for (const auto& [handle, known] : comm.registrations) {

@@ -51,7 +51,8 @@ struct Membership {
   int key;
 };
 
-// Rank and size in the new communicator: members are ordered by key, equal keys by their rank in the parent.
+// Finds this rank and the size in the new communicator, and the parent's rank of its first member (`leader`). Members
+// are ordered by key, and with equal keys by their rank in the parent.
 void find_place(const std::vector<Membership>& all, int me, int* rank, int* nranks, int* leader) {
   *rank = *nranks = 0;
   *leader = -1;

@@ -60,7 +60,7 @@ __attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* hold) {
   delete static_cast<WindowHold*>(hold);
 }
 
-// Writes which ranks have arrived at what `comm` waits for and which have not, truncated to `size` bytes including the
+// Writes which ranks have arrived where `comm` waits and which have not, truncated to `size` bytes including the
 // terminating zero. Returns the length of the whole text, 0 if the communicator waits for nothing. Never waits, even
 // if other threads are stuck in the communicator.
 __attribute__((visibility("default"))) size_t ncclpyHostWhoIsMissing(ncclComm_t handle, char* buffer, size_t size) {

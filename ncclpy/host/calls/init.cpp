@@ -41,8 +41,8 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
   std::vector<std::shared_ptr<Comm>> all;
   {
     std::lock_guard lock(segment->mutex);
-    // A communicator that was never complete is not counted, and one that is destroyed twice in a group only once:
-    // else the count is full while another communicator is still there.
+    // A communicator that was never complete is not counted, and one that is destroyed twice in a group only once.
+    // Otherwise local_departed would reach the number of communicators while one of them is still in use.
     if (!std::exchange(comm->counted, false)) return;
     if (++segment->local_departed < segment->local.size()) return;
     all.swap(segment->local);

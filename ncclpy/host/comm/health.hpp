@@ -37,11 +37,11 @@ class Health {
   // Injected fault: reports ncclInProgress for `polls` polls or, if that is 0, for `seconds`.
   void pretend_busy(uint64_t polls, double seconds);
   void set_async(ncclResult_t result, const std::string& text = {});
-  // A call continues in the background, and has ended. While any call does, the communicator is in progress.
+  // Called when a call continues in the background, and when it has ended. Meanwhile the communicator is in progress.
   void begin_progress();
   void end_progress(ncclResult_t result, const std::string& text);
   std::string async_text();
-  // NCCL's rule before any use: an error while a call is in progress, and after an error.
+  // NCCL's check before any use: returns an error while a call is in progress, and after an error.
   ncclResult_t ensure_ready();
   // As ensure_ready, before an operation: a revoked or suspended communicator also refuses.
   ncclResult_t ensure_open(const char* function);
@@ -95,7 +95,7 @@ class Health {
   void adopt_disagreement();
   void set_async_locked(ncclResult_t result, const std::string& text);
 
-  Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards the text, and changes of the fields that are not atomic
+  Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards changes of async_, its text, and the fields of progress and pretend_busy
   std::atomic<ncclResult_t> async_{ncclSuccess};
   std::string async_text_;
   int in_progress_ = 0;  // calls in the background; guarded by mutex_

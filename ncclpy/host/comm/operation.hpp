@@ -35,7 +35,7 @@ struct Operation {
   uint64_t call;                  // the call's word, see call_kind.hpp
   std::shared_ptr<PutGate> gate;  // of put: guards the peer's part; keeps the window alive
   cudaEvent_t launch_event;       // recorded when the operation begins, if not NULL
-  cudaStream_t stream;            // as the caller gave it; a default stream is that of the communicator's device
+  cudaStream_t stream;            // as the caller gave it; a default stream means the one of the communicator's device
 };
 
 }  // namespace ncclpy::host

@@ -12,7 +12,7 @@ namespace ncclpy::host {
 
 enum class Turn {
   ready,
-  stopped,    // before its turn
+  stopped,    // the communicator has stopped before the launch's turn
   suspended,  // the calling thread's time limit has passed
 };
 
@@ -39,7 +39,7 @@ class Queue {
   // the launch; after `suspended` neither.
   Turn enter(uint64_t ticket);
   void leave(uint64_t ticket);
-  // Ends the thread's work on a launch that has completed or that will enter again.
+  // Ends the thread's work on a launch that has completed, or that another thread will resume by enter().
   void end_run();
   // Records that a launch hangs until an abort or a revoke.
   void note_hang() {
@@ -49,7 +49,8 @@ class Queue {
   // Waits until everything issued so far has run, or until a launch hangs or the communicator has stopped.
   void drain();
 
-  // A background job starts, and ends, to work on the communicator: an abort waits for the job, as in NCCL.
+  // Called when a background job begins, and ends, its work on the communicator: an abort waits for the job, as in
+  // NCCL.
   void begin_job() { jobs_.fetch_add(1, std::memory_order_seq_cst); }
   void end_job() {
     jobs_.fetch_sub(1, std::memory_order_seq_cst);

@@ -14,7 +14,7 @@ namespace {
 constexpr int few_polls = 64;
 }
 
-// The published count is not taken back: after an abort nothing follows, and after a suspension the resuming thread
+// leave() does not publish the lower count: after an abort nothing follows, and after a suspension the resuming thread
 // arrives again.
 void Rendezvous::arrive(Side side) {
   segment_->slot(rank_).arrived[side].store(++arrivals_[side], std::memory_order_relaxed);
@@ -111,7 +111,8 @@ WaitResult Rendezvous::meet_at_barrier(Comm& comm, Agree agree) {
   return agree_on_all(comm, agree) ? WaitResult::ok : WaitResult::ended;
 }
 
-// While a rank overwrites a record that it has passed, the place has no number.
+// While a rank overwrites the record of a collective that it has passed, the place has no number; so `passed` is
+// checked as well.
 bool Rendezvous::all_have(uint64_t number) const {
   for (int rank = 0; rank < segment_->nranks(); rank++) {
     if (number_of(rank, number) >= number) continue;
@@ -139,8 +140,8 @@ bool Rendezvous::have_mismatch(Comm& comm, Agree agree) const {
   return false;
 }
 
-// While it waits it compares the records of collectives from which it continued: a rank that did not agree on one of
-// them will not arrive.
+// A waiting rank compares the records of collectives from which it continued: another rank that did not agree on one
+// of them will not arrive.
 template <class Enough>
 WaitResult Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   Header& header = segment_->header();

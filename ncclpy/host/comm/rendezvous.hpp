@@ -71,8 +71,8 @@ class Rendezvous {
   // Like data_barrier(), where all other ranks are known to arrive without waiting for anything else.
   void data_barrier_uninterruptible();
   // An all-gather of `bytes` of every rank, in rank order; at most exchange_bytes. Blocks. Returns false if the
-  // communicator ended first, or if the ranks have not agreed on a collective: a rank that has found that does not
-  // arrive.
+  // communicator ended first, or if the ranks have not agreed on a collective: a rank that has found such a mismatch
+  // does not arrive.
   bool exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree);
 
   // Whether this rank has found a mismatch; and whether it finds one now among the collectives from which it

@@ -115,7 +115,7 @@ CUresult cuGetErrorName(CUresult error, const char** name) {
   return known == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
-// There is always a device, unless the environment asks for an impossible number of them; then the text says so.
+// CUDA_ERROR_NO_DEVICE occurs only if NCCLPY_HOST_DEVICES is invalid, which the text then explains.
 CUresult cuGetErrorString(CUresult error, const char** text) {
   if (text == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const ErrorText* known = find_error(error);

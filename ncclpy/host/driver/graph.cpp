@@ -62,7 +62,7 @@ CUresult Capture::begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMo
   return CUDA_SUCCESS;
 }
 
-// Whether the origin, which ends with these nodes, comes after all nodes of the capture.
+// Whether all nodes of the capture precede the end of the origin stream, that is, lead to its last nodes (`last`).
 bool Capture::joined(const std::vector<std::size_t>& last) const {
   std::vector<bool> before(graph_->nodes.size(), false);
   for (const std::size_t node : last) before[node] = true;

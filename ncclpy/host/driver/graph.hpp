@@ -82,7 +82,7 @@ CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::
 void invalidate_capture(const std::shared_ptr<Capture>& capture);
 // For a call that is not permitted on a capturing stream: invalidates the capture.
 CUresult forbid_capture(Stream& stream);
-// For a call that would wait for capturing streams of a device (negative: of any device): invalidates their captures.
+// For a call that would wait for capturing streams of a device: invalidates their captures.
 CUresult forbid_captures(int device);
 // For a call that CUDA considers unsafe during a capture, unless the thread's mode allows it.
 CUresult unsafe_while_capturing();

@@ -42,7 +42,8 @@ class MemoryUse {
   MemoryUse(const MemoryUse&) = delete;
   MemoryUse& operator=(const MemoryUse&) = delete;
 
-  // Why an allocation cannot be freed now, or "". A caller that waits for copies ignores them here.
+  // Why an allocation cannot be freed now, or "". With `waits_for_copies` copies are no reason: the caller waits for
+  // them before it frees the memory.
   static std::string conflict(const Allocation& allocation, bool waits_for_copies);
 
  private:

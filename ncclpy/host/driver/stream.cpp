@@ -327,8 +327,8 @@ void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
   }
 }
 
-// A caller waits for a task. It does not matter whether the worker or this caller runs the task: a woken worker may
-// take the core from its waker before the caller gets here.
+// Called when a caller waits for a task. The wait counts even if a worker runs the task: a woken worker may take the
+// core from the caller before the caller gets here.
 void Stream::note_wait(std::uint64_t number) {
   if (number != queued_.load(std::memory_order_relaxed) || number == awaited_number_) return;
   prompt_waits_ = number - awaited_number_ <= prompt_tasks ? std::min(prompt_waits_ + 1, prompt_waits_needed_) : 0;

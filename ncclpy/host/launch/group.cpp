@@ -42,7 +42,7 @@ struct Contents {
   }
 
   void add(const std::shared_ptr<Comm>& comm, Operation operation) {
-    // Mostly the communicator is that of the last operation.
+    // Searched from the end: mostly the communicator is that of the last operation.
     auto share = std::find_if(shares.rbegin(), shares.rend(), [&](const Share& known) { return known.comm == comm; });
     if (share != shares.rend()) return share->operations.push_back(std::move(operation));
     shares.push_back({comm, {}});

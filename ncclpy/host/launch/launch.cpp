@@ -29,12 +29,12 @@ struct LaunchProgress {
   CollectiveProgress collective_progress;  // of that collective
 };
 
-// The part that runs once. Returns false if nothing of the launch must run.
+// The part of a launch that runs only once. Returns false if no operation of the launch may run.
 bool begin_operations(Comm& comm, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
                       LaunchProgress& progress) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   for (size_t i = 0; faults && i < count; i++) {
-    // An operation that does not run prevents the others of its launch, as they would be one kernel.
+    // An operation that does not run prevents the others of its launch, which NCCL would run in one kernel.
     if (!fault_in_run(comm, name_of(operations[i]))) return false;
   }
   progress.begun = true;
@@ -246,7 +246,7 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
         one.queue.changed.notify();
         return true;
       }));
-    } catch (...) {  // a stream has no thread: the others must not wait for it
+    } catch (...) {  // no thread can be started for a stream: the other streams must not wait for the launch
       launch->done.store(true);
       comm->queue.changed.notify();
       throw;

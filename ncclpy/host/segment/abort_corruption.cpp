@@ -1,4 +1,4 @@
-// Operations that end with wrong data, as another rank's abort ends them on GPUs.
+// Ends operations with wrong data, as another rank's abort does on GPUs.
 #include "abort_corruption.hpp"
 
 #include <cstring>

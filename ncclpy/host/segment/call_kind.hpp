@@ -37,8 +37,8 @@ enum class CallKind : uint8_t {
 const char* name_of(CallKind kind);
 CallKind kind_of(const Operation& operation);
 
-// The word of the n-th call of its kind on a communicator, which tells calls apart. 0: no call. Users are not shown
-// the number: the callers' own operation numbers count differently.
+// The word of a call that is the `number`-th of its kind on a communicator. 0: no call. The number is not shown to
+// users, since the operation numbers of ncclpy and torch count differently.
 constexpr uint64_t call_word(CallKind kind, uint32_t number) { return uint64_t(number) << 8 | uint64_t(kind); }
 constexpr CallKind kind_in(uint64_t word) { return CallKind(word & 0xff); }
 constexpr uint32_t number_in(uint64_t word) { return uint32_t(word >> 8); }

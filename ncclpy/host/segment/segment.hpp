@@ -70,8 +70,7 @@ struct Barrier {
   bool open(uint64_t target) const { return arrivals.load(std::memory_order_acquire) >= target; }
   // Arrives, and returns whether this arrival opened the barrier.
   bool arrive(uint64_t target) { return arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == target; }
-  // Takes the arrival back. Returns false if the barrier has opened meanwhile: the other ranks count on this rank
-  // then.
+  // Takes the arrival back. Returns false if the barrier has opened meanwhile: the other ranks then rely on this rank.
   bool withdraw(uint64_t target) {
     uint64_t now = arrivals.load(std::memory_order_acquire);
     while (now < target) {
@@ -106,16 +105,16 @@ struct GrowBoard {
 
 struct alignas(128) RankSlot {
   std::atomic<uint32_t> occupied{0};
-  std::atomic<uint32_t> present{0};  // the next seven fields are written and the rank's place is taken
+  std::atomic<uint32_t> present{0};  // the next seven fields are written: the rank has joined
   uint64_t machine = 0;              // a hash of NCCL_HOSTID: ranks with different ones are on different machines
   int32_t device = 0;
   int32_t pid = 0;
   uint64_t start = 0;  // of the process, see process.hpp
   // random for each process, so that a process with a reused pid is not taken for this one
   uint64_t process_token = 0;
-  const void* token_address = nullptr;  // where the process holds the same number
+  const void* token_address = nullptr;  // of the same number in the process's own memory, see peer_memory.cpp
   cpu_set_t cores{};                    // that the rank may use
-  std::atomic<uint32_t> closed{0};      // the communicator was destroyed: the end of its process is no longer reported
+  std::atomic<uint32_t> closed{0};      // the rank has ended the communicator: its process's end is no longer reported
   std::atomic<uint32_t> dead{0};        // the process ended before `closed` was set
   // These two also explain to other ranks why they cannot read this rank's memory.
   std::atomic<uint32_t> aborted{0};

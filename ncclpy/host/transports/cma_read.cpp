@@ -59,8 +59,8 @@ class CmaRead {
       : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
-  // Runs the stages up to a barrier, which it returns; or `unfinished` if other ranks wait in vain for this rank's
-  // part.
+  // Runs the stages up to a barrier, which it returns; or `unfinished` if this rank could not do its part, for which
+  // the other ranks then wait in vain.
   size_t run() {
     const size_t me = size_t(rank_);
     switch (mine_.kind) {

@@ -97,7 +97,8 @@ bool has_same_record(Comm& comm, uint64_t number, int rank) {
 }
 
 // Compares the records of all ranks. All ranks that meet see the same records, so all of them skip a mismatched
-// operation and every later one. A rank that has overwritten its record has compared the records before.
+// operation and every later one. If a record has been overwritten, the ranks agreed: its rank had compared all records
+// before.
 bool check_agreement(Comm& comm, uint64_t number) {
   Record first, other;
   const int place = place_of(number);

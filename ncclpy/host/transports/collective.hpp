@@ -17,8 +17,8 @@ const char* name_of(const Operation& operation);
 
 const char* type_name(ncclDataType_t dtype);
 
-// With more bytes in a launch, counting each rank's larger buffers, the time without a suspension point matters more
-// than the cost of waking a worker.
+// A launch of more bytes, counting the larger buffer of each operation, is not interruptible: the time without a
+// suspension point matters more than the cost of waking a worker.
 constexpr size_t interruptible_max_bytes = 1 << 20;
 
 inline bool reduces(Collective kind) {

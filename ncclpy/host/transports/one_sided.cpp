@@ -1,5 +1,5 @@
-// Puts and signals as they run. Signals are counted in the channel between two ranks; the count only grows. A wait
-// adds to the number of signals taken, so that every signal is waited for once.
+// How puts and signals run. Signals are counted in the channel between two ranks; the count only grows. A wait adds to
+// the number of signals taken, so that each signal counts for one wait only.
 #include "one_sided.hpp"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace ncclpy::host {
 bool run_put(Comm& comm, const Operation& operation) {
   if (operation.kind != Operation::put) return true;
   const size_t bytes = operation.count * size_of(operation.dtype);
-  if (!operation.gate->enter()) {  // the memory may have been reused
+  if (!operation.gate->enter()) {  // closed: the peer's memory may have been reused
     if (comm.segment->slot(operation.root).aborted.load() == 0) {
       comm.health.set_async(ncclInvalidUsage, "ncclPutSignal : rank " + std::to_string(operation.root) +
                                                   " has deregistered its part of the window meanwhile");

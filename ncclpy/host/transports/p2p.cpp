@@ -118,8 +118,8 @@ bool Messages::send(PeerQueue& queue) {
   return message.offers ? offer(queue) : send_pieces(queue);
 }
 
-// Whether this rank has other work than copying what it sends. If not, it copies pieces in while the receiver copies
-// them out.
+// Whether this rank has something else to do while the receiver copies an offered message. If not, it rather copies
+// pieces into the segment while the receiver copies them out.
 bool Messages::offering_is_faster() const {
   const auto receives = [](const PeerQueue& queue) { return !queue.sends && !queue.local && !queue.finished(); };
   return comm_.segment->spin().is_crowded() || std::any_of(queues_.begin(), queues_.end(), receives);

@@ -38,7 +38,7 @@ bool has_gone(Comm& comm, int peer, int error) {
   if (slot.closed.load(std::memory_order_acquire)) return true;  // it aborted before it ended
   if (error == ESRCH) {
     // The peer has died, perhaps after its arrival at the next barrier, which then opens: its death must be recorded
-    // before.
+    // before this rank passes the barrier.
     comm.segment->mark_dead(peer);
     mark_comms_lost(*comm.segment, peer);
     return true;

@@ -212,7 +212,7 @@ class TCPStore(Store):
         while long:  # some values did not fit into the answer
             again = [wanted[index] for index in long]
             found, still = self._get_together(again, deadline)
-            if len(still) == len(found):  # none fits, together or alone
+            if len(still) == len(found):  # each is too long for the answer to a MULTI_GET
                 found, still = self._get_each(again, deadline), []
             for index, value in zip(long, found, strict=True):
                 values[index] = value

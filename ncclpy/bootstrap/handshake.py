@@ -21,7 +21,7 @@ from ncclpy.bootstrap.wire import hmac
 from ncclpy.errors import NcclTimeout
 from ncclpy.errors import seconds as as_text
 
-__all__ = ["Met", "meet"]
+__all__ = ["Connection", "connect"]
 
 MAGIC = b"NCCLPYST"
 VERSION = 1
@@ -31,7 +31,7 @@ VERDICT = struct.Struct("<I32sQ")
 PATIENCE = 10.0
 
 
-class Met(NamedTuple):
+class Connection(NamedTuple):
     """A connection with a completed handshake."""
 
     socket: socket.socket
@@ -39,7 +39,7 @@ class Met(NamedTuple):
     lease: int
 
 
-def meet(host: str, port: int, token: bytes, heartbeat: float, deadline: float, timeout: float) -> Met:
+def connect(host: str, port: int, token: bytes, heartbeat: float, deadline: float, timeout: float) -> Connection:
     """Return a connection to the server at an address, once there is one."""
     where = shown(host, port)
     attempts = [_Attempt(address, token, heartbeat) for address in resolve(host, port, deadline)]
@@ -51,10 +51,10 @@ def meet(host: str, port: int, token: bytes, heartbeat: float, deadline: float, 
                 each.begin(selector, time_)
             wake = min(min(each.due for each in attempts), deadline, time_ + SLICE)
             for key, _ in selector.select(max(0.0, wake - time_)):
-                met: Met | None = key.data.step(selector)
-                if met is not None:
+                connection: Connection | None = key.data.step(selector)
+                if connection is not None:
                     key.data.leave(selector, close=False)
-                    return met
+                    return connection
             refusal = next((each.refusal for each in attempts if each.refusal), None)
             if refusal and all(each.refusal or each.socket is None for each in attempts):
                 raise StoreError(f"the server at {where} {refusal}")
@@ -104,7 +104,7 @@ class _Attempt:
         if code not in (0, errno.EINPROGRESS):
             self._fail(selector, os.strerror(code))
 
-    def step(self, selector: selectors.BaseSelector) -> Met | None:
+    def step(self, selector: selectors.BaseSelector) -> Connection | None:
         """Continue the handshake as far as possible without waiting."""
         it = self.socket
         assert it is not None
@@ -159,14 +159,14 @@ class _Attempt:
                 return
             self._proved, self._said = True, b""
 
-    def _judge(self, it: socket.socket) -> Met | None:
+    def _judge(self, it: socket.socket) -> Connection | None:
         verdict, proof, lease = VERDICT.unpack(self._said)
         if verdict:
             self.refusal = "has another token (`token`, NCCLPY_STORE_TOKEN) than this client"
         elif proof != hmac(self._token, b"server" + self._greetings):
             self.refusal = "claims to know the token and does not: it is not the server that was meant"
         else:
-            return Met(it, self._agreed, lease)
+            return Connection(it, self._agreed, lease)
         return None
 
     def _refuse(self, selector: selectors.BaseSelector, why: str) -> None:

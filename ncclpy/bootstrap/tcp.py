@@ -13,7 +13,7 @@ from typing import Any
 
 from ncclpy.bootstrap import wire
 from ncclpy.bootstrap.address import listen, loopback, resolve, shown
-from ncclpy.bootstrap.handshake import meet
+from ncclpy.bootstrap.handshake import connect
 from ncclpy.bootstrap.store import (
     MAX_VALUE,
     TIMEOUT,
@@ -129,13 +129,13 @@ class TCPStore(Store):
         deadline = time.monotonic() + self.timeout
         self._server = self._serve(secret, allow_unauthenticated, deadline) if serve else None
         try:
-            met = meet(self.host, self.port, secret, heartbeat, deadline, self.timeout)
-            self._client = wire.Client(met.socket.detach(), met.heartbeat, MAX_ANSWER + (1 << 20))
+            connection = connect(self.host, self.port, secret, heartbeat, deadline, self.timeout)
+            self._client = wire.Client(connection.socket.detach(), connection.heartbeat, MAX_ANSWER + (1 << 20))
         except BaseException:
             if self._server is not None:
                 self._server.stop()
             raise
-        self.lease = met.lease
+        self.lease = connection.lease
         self._closed = False
         _open.add(self)
 

@@ -310,20 +310,20 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
     refuse(connection, id, Op::gather, words);
     return true;
   }
-  auto& place = meetings_.try_emplace(std::string(name)).first->second;
+  auto& place = rendezvous_by_name_.try_emplace(std::string(name)).first->second;
   if (!place) {
-    place = std::make_unique<Meeting>();
+    place = std::make_unique<Rendezvous>();
     place->name = name;
     place->size = size;
   }
-  Meeting& meeting = *place;
-  if (meeting.size != size) {
+  Rendezvous& rendezvous = *place;
+  if (rendezvous.size != size) {
     refuse(connection, id, Op::gather,
            "rank " + std::to_string(rank) + " came as one of " + std::to_string(size) + ", others as of " +
-               std::to_string(meeting.size));
+               std::to_string(rendezvous.size));
     return true;
   }
-  if (meeting.came.count(rank)) {
+  if (rendezvous.came.count(rank)) {
     refuse(connection, id, Op::gather,
            "rank " + std::to_string(rank) + " is there already: two processes or threads have the same rank");
     return true;
@@ -333,31 +333,31 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   pending->id = id;
   pending->op = Op::gather;
   pending->deadline = deadline_after(microseconds, now);
-  pending->meeting = &meeting;
+  pending->rendezvous = &rendezvous;
   pending->rank = rank;
   pending->value = value_of(value);
   kept_ += kEntry + value.size();
-  meeting.came[rank] = pending.get();
-  meeting.left.erase(rank);
+  rendezvous.came[rank] = pending.get();
+  rendezvous.left.erase(rank);
   await(std::move(pending));
-  if (static_cast<int64_t>(meeting.came.size()) == size) hold(meeting);
+  if (static_cast<int64_t>(rendezvous.came.size()) == size) hold(rendezvous);
   return true;
 }
 
 // All have arrived: each gets the values of all. If all are empty, as in a barrier, they are left out.
-void Table::hold(Meeting& meeting) {
+void Table::hold(Rendezvous& rendezvous) {
   size_t bytes = 0;
-  for (auto& [rank, pending] : meeting.came) bytes += pending->value->size();
-  const bool any = bytes > 0, fits = !any || bytes + 5 * meeting.came.size() <= max_answer_;
+  for (auto& [rank, pending] : rendezvous.came) bytes += pending->value->size();
+  const bool any = bytes > 0, fits = !any || bytes + 5 * rendezvous.came.size() <= max_answer_;
   Writer values;
   if (any && fits) {
-    values.body.reserve(bytes + 5 * meeting.came.size());
-    for (auto& [rank, pending] : meeting.came) values.bytes(*pending->value);
+    values.body.reserve(bytes + 5 * rendezvous.came.size());
+    for (auto& [rank, pending] : rendezvous.came) values.bytes(*pending->value);
   }
   const auto shared = std::make_shared<const std::string>(std::move(values.body));
   std::vector<std::pair<uint64_t, uint64_t>> to;
-  for (auto& [rank, pending] : meeting.came) to.emplace_back(pending->connection, pending->id);
-  const int64_t size = meeting.size;
+  for (auto& [rank, pending] : rendezvous.came) to.emplace_back(pending->connection, pending->id);
+  const int64_t size = rendezvous.size;
   for (auto [connection, id] : to) {
     remove(connection, id);  // the last one also removes the rendezvous
     if (!fits) {
@@ -518,11 +518,11 @@ std::unique_ptr<Table::Pending> Table::remove(uint64_t connection, uint64_t id) 
     waiting->second.erase(pending.get());
     if (waiting->second.empty()) waiting_.erase(waiting);
   }
-  if (Meeting* meeting = pending->meeting) {
+  if (Rendezvous* rendezvous = pending->rendezvous) {
     kept_ -= kEntry + pending->value->size();
-    meeting->came.erase(pending->rank);
-    if (meeting->came.empty()) meetings_.erase(meetings_.find(meeting->name));
-    pending->meeting = nullptr;
+    rendezvous->came.erase(pending->rank);
+    if (rendezvous->came.empty()) rendezvous_by_name_.erase(rendezvous_by_name_.find(rendezvous->name));
+    pending->rendezvous = nullptr;
   }
   return pending;
 }
@@ -534,8 +534,8 @@ void Table::gone(uint64_t connection, bool goodbye) {
     const Pending& pending = *at->second.pending.begin()->second;
     std::vector<std::pair<uint64_t, uint64_t>> left;  // requests that wait for a rank that will not come back
     std::string name;
-    if (pending.meeting && !goodbye) {
-      for (auto& [rank, other] : pending.meeting->came) {
+    if (pending.rendezvous && !goodbye) {
+      for (auto& [rank, other] : pending.rendezvous->came) {
         if (other->connection != connection) left.emplace_back(other->connection, other->id);
       }
     }
@@ -557,7 +557,7 @@ void Table::expire(double now) {
   while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
     const Pending& first = *deadlines_.begin()->second;
     late(first);
-    if (first.meeting) first.meeting->left.insert(first.rank);
+    if (first.rendezvous) first.rendezvous->left.insert(first.rank);
     remove(first.connection, first.id);
   }
 }
@@ -570,18 +570,18 @@ void Table::late(const Pending& pending) {
     return;
   }
   Writer out;
-  if (const Meeting* meeting = pending.meeting) {
+  if (const Rendezvous* rendezvous = pending.rendezvous) {
     // Ranks that left at their own, slightly earlier deadlines had arrived: they are not counted as missing.
-    const int64_t left = static_cast<int64_t>(meeting->left.size());
-    const int64_t missing = meeting->size - static_cast<int64_t>(meeting->came.size()) - left;
+    const int64_t left = static_cast<int64_t>(rendezvous->left.size());
+    const int64_t missing = rendezvous->size - static_cast<int64_t>(rendezvous->came.size()) - left;
     Writer ranks;
     int64_t listed = 0;
-    auto came = meeting->came.begin();
-    auto gone = meeting->left.begin();
-    for (int64_t rank = 0; rank < meeting->size && listed < kListed; rank++) {
-      if (came != meeting->came.end() && came->first == rank) {
+    auto came = rendezvous->came.begin();
+    auto gone = rendezvous->left.begin();
+    for (int64_t rank = 0; rank < rendezvous->size && listed < kListed; rank++) {
+      if (came != rendezvous->came.end() && came->first == rank) {
         ++came;
-      } else if (gone != meeting->left.end() && *gone == rank) {
+      } else if (gone != rendezvous->left.end() && *gone == rank) {
         ++gone;
       } else {
         ranks.integer(rank);
@@ -589,7 +589,7 @@ void Table::late(const Pending& pending) {
       }
     }
     size_t told = 0;
-    for (auto each = meeting->left.begin(); each != meeting->left.end() && told < kListedLeft; ++each, told++) {
+    for (auto each = rendezvous->left.begin(); each != rendezvous->left.end() && told < kListedLeft; ++each, told++) {
       ranks.integer(*each);
     }
     out.integer(missing).integer(listed);

@@ -57,7 +57,7 @@ class Table {
   size_t kept() const { return kept_; }
 
  private:
-  struct Meeting;
+  struct Rendezvous;
 
   // A request that waits.
   struct Pending {
@@ -65,14 +65,14 @@ class Table {
     uint64_t id = 0;
     Op op{};
     double deadline = 0;
-    std::vector<std::string> keys;          // of get, multi_get and wait
+    std::vector<std::string> keys;           // of get, multi_get and wait
     std::unordered_set<std::string> absent;  // those of `keys` that are waited for
-    Meeting* meeting = nullptr;             // of gather
+    Rendezvous* rendezvous = nullptr;        // of gather
     int64_t rank = 0;
     Value value;
   };
 
-  struct Meeting {
+  struct Rendezvous {
     std::string name;
     int64_t size = 0;
     std::map<int64_t, Pending*> came;
@@ -127,7 +127,7 @@ class Table {
   void remove_watch(uint64_t connection, uint64_t id, const std::string& prefix);
   void met(const Pending& pending);
   void late(const Pending& pending);
-  void hold(Meeting& meeting);
+  void hold(Rendezvous& rendezvous);
 
   Post& post_;
   const size_t max_value_;
@@ -138,7 +138,7 @@ class Table {
   std::unordered_map<uint64_t, Connection> connections_;
   std::unordered_map<std::string, std::unordered_set<Pending*>> waiting_;  // by key
   std::set<std::pair<double, Pending*>> deadlines_;
-  std::map<std::string, std::unique_ptr<Meeting>, std::less<>> meetings_;
+  std::map<std::string, std::unique_ptr<Rendezvous>, std::less<>> rendezvous_by_name_;
   std::unordered_map<std::string, std::set<std::pair<uint64_t, uint64_t>>> watches_;  // by prefix
   std::map<size_t, size_t> watched_lengths_;                                          // number of prefixes by length
 };

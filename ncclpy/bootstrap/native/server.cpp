@@ -277,7 +277,7 @@ size_t Server::parse(Connection& connection, std::string_view bytes) {
   while (connection.doomed.empty()) {
     const std::string_view rest = bytes.substr(used);
     if (connection.stage != Stage::open) {
-      const size_t step = meet(connection, rest);
+      const size_t step = shake_hands(connection, rest);
       if (step == 0) break;
       used += step;
       continue;
@@ -301,7 +301,7 @@ size_t Server::parse(Connection& connection, std::string_view bytes) {
 }
 
 // The handshake. Returns how many of the bytes were used; 0: it needs more.
-size_t Server::meet(Connection& connection, std::string_view bytes) {
+size_t Server::shake_hands(Connection& connection, std::string_view bytes) {
   if (connection.stage == Stage::greeting) {
     const std::string wrong = wrong_greeting(bytes);
     if (!wrong.empty()) {

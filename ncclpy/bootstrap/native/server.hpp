@@ -85,7 +85,7 @@ class Server final : private Post {
   void accept(int listener);
   void read(Connection& connection);
   size_t parse(Connection& connection, std::string_view bytes);
-  size_t meet(Connection& connection, std::string_view bytes);
+  size_t shake_hands(Connection& connection, std::string_view bytes);
   void frame(Connection& connection, const Header& header, std::string_view body);
   void doom(Connection& connection, std::string why);
   void queue(Connection& connection, Piece piece);

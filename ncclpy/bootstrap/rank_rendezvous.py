@@ -52,16 +52,16 @@ def listed(brought: list[bytes]) -> bytes:
     return b"[" + b",".join(brought) + b"]"
 
 
-def refuse(store: Store, place: str, why: str, failed: bool = False) -> None:
+def refuse(store: Store, base: str, why: str, failed: bool = False) -> None:
     """Have a rendezvous fail for this reason, unless all have met. The caller need not be one of its ranks.
 
     The ranks raise `NcclAborted`; `NcclRemoteError` if a rank has `failed`.
     """
-    store.compare_set(_outcome_at(place), None, _failed(why, [] if failed else None, _GONE if failed else ""))
+    store.compare_set(_outcome_at(base), None, _failed(why, [] if failed else None, _GONE if failed else ""))
 
 
-def _outcome_at(place: str) -> str:
-    return f"{place}/outcome"
+def _outcome_at(base: str) -> str:
+    return f"{base}/outcome"
 
 
 def _failed(text: str, missing: list[int] | None, kind: str = "") -> bytes:
@@ -174,7 +174,7 @@ class RankRendezvous:
 
     def meet(
         self,
-        place: str,
+        base: str,
         members: Sequence[int],
         what: str,
         brought: bytes,
@@ -182,12 +182,12 @@ class RankRendezvous:
         timeout: float,
         wanted: Callable[[], bool],
     ) -> bytes:
-        """Meet other ranks once under a key; return what the first of them makes of the contributions of all.
+        """Meet other ranks once; return what the first of them makes of the contributions of all.
 
         Parameters
         ----------
-        place
-            The key, the same on all of these ranks, and never used before.
+        base
+            What the keys of this rendezvous begin with: the same on all of these ranks, and never used before.
         members
             The ranks that meet, this one included.
         what
@@ -213,46 +213,46 @@ class RankRendezvous:
             If a contribution, or the outcome, cannot be decoded.
         """
         deadline = time.monotonic() + timeout
-        keys = [self._here(place, member) for member in members]
+        keys = [self._here(base, member) for member in members]
         left = f"rank {self.rank} of {self.size} came {what}, and left before the others were there"
         for each in self._own:
-            self._put(self._here(place, each), brought)
+            self._put(self._here(base, each), brought)
         try:
             if members[0] in self._own:
-                contributions = self._await(keys, deadline, len(keys), wanted, self._outcome(place))
+                contributions = self._await(keys, deadline, len(keys), wanted, self._outcome(base))
                 met = _MET + combine(contributions) if contributions else None
-                outcome = self.store.compare_set(self._outcome(place), None, met)[1] or b""
+                outcome = self.store.compare_set(self._outcome(base), None, met)[1] or b""
             else:
-                outcome = self._await([self._outcome(place)], deadline, len(keys), wanted, first=members[0])[0]
+                outcome = self._await([self._outcome(base)], deadline, len(keys), wanted, first=members[0])[0]
         except StoreDamaged as error:
-            outcome = self._leave(place, str(error), None, kind=_DAMAGED)
+            outcome = self._leave(base, str(error), None, kind=_DAMAGED)
         except StoreError:
             raise  # closed or lost: the others cannot be told
         except NcclTimeout:
-            outcome = self._leave(place, *self._absent(place, members, what, timeout))
+            outcome = self._leave(base, *self._absent(base, members, what, timeout))
         except _Lost as lost:
-            outcome = self._leave(place, self._lost_text(lost.why, what), sorted(lost.why), kind=_GONE)
+            outcome = self._leave(base, self._lost_text(lost.why, what), sorted(lost.why), kind=_GONE)
         except NcclAborted:
-            self._leave(place, left, None)
+            self._leave(base, left, None)
             raise
         except BaseException as error:  # raised by a signal handler
-            self._leave(place, f"{left}: {type(error).__name__}", None)
+            self._leave(base, f"{left}: {type(error).__name__}", None)
             raise
         if outcome.startswith(_MET):
             return outcome[len(_MET) :]
-        raise decode(_error_of, outcome, self.store, self._outcome(place))
+        raise decode(_error_of, outcome, self.store, self._outcome(base))
 
-    def combined(self, place: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
+    def combined(self, base: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
         """Return a `combine` that decodes each rank's contribution with `read` and makes one JSON list of them."""
 
         def combine(contributions: list[bytes]) -> bytes:
             for rank, each in enumerate(contributions):
-                decode(read, each, self.store, self._here(place, rank), rank)
+                decode(read, each, self.store, self._here(base, rank), rank)
             return b"[" + b",".join(contributions) + b"]"
 
         return combine
 
-    def parts(self, place: str, met: bytes, read: Callable[[bytes], _T]) -> list[_T]:
+    def parts(self, base: str, met: bytes, read: Callable[[bytes], _T]) -> list[_T]:
         """Return the contributions of all ranks, by rank, from the outcome of a rendezvous with `combined`."""
 
         def parts(packed: bytes) -> list[_T]:
@@ -261,52 +261,52 @@ class RankRendezvous:
                 raise ValueError(f"it is of {len(found)} ranks, not of {self.size}")
             return found
 
-        return decode(parts, met, self.store, self._outcome(place), 0)
+        return decode(parts, met, self.store, self._outcome(base), 0)
 
-    def arrived(self, place: str) -> set[int]:
+    def arrived(self, base: str) -> set[int]:
         """Return the ranks that have arrived at a rendezvous."""
-        return ranks_of(self.store.keys(f"{place}/here/"))
+        return ranks_of(self.store.keys(f"{base}/here/"))
 
-    def has_arrived(self, place: str, rank: int) -> bool:
+    def has_arrived(self, base: str, rank: int) -> bool:
         """Return whether a rank has arrived at a rendezvous."""
-        return self.store.check([self._here(place, rank)])
+        return self.store.check([self._here(base, rank)])
 
-    def has_met(self, place: str) -> bool:
+    def has_met(self, base: str) -> bool:
         """Return whether a rendezvous has succeeded: all have arrived."""
-        return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
+        return (self.store.compare_set(self._outcome(base), None, None)[1] or b"").startswith(_MET)
 
-    def has_failed(self, place: str) -> bool:
+    def has_failed(self, base: str) -> bool:
         """Return whether a rendezvous has failed, because a rank has left it."""
-        return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_FAILED)
+        return (self.store.compare_set(self._outcome(base), None, None)[1] or b"").startswith(_FAILED)
 
-    def give_up(self, place: str, why: str, failed: bool = False) -> bool:
+    def give_up(self, base: str, why: str, failed: bool = False) -> bool:
         """Leave a rendezvous, also one at which this rank has not arrived yet; return whether all had met before that.
 
         The others raise `NcclAborted`; `NcclRemoteError` if this rank has `failed`.
         """
-        return self._leave(place, why, [] if failed else None, kind=_GONE if failed else "").startswith(_MET)
+        return self._leave(base, why, [] if failed else None, kind=_GONE if failed else "").startswith(_MET)
 
-    def forget(self, place: str, members: Sequence[int]) -> None:
+    def forget(self, base: str, members: Sequence[int]) -> None:
         """Delete the keys of a rendezvous from which all ranks have returned."""
         with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, so are its keys
-            for key in [self._outcome(place), *(self._here(place, member) for member in members)]:
+            for key in [self._outcome(base), *(self._here(base, member) for member in members)]:
                 self.store.delete(key)
 
-    def clear(self, place: str, members: Sequence[int]) -> None:
+    def clear(self, base: str, members: Sequence[int]) -> None:
         """Delete the keys of a rendezvous that all members have left, and their keys `been` and `alive`."""
-        self.forget(place, members)
+        self.forget(base, members)
         with contextlib.suppress(StoreError, NcclTimeout):
             for member in members:
                 self.store.delete(self.been(member))
                 self.store.delete(self.alive(member))
 
     @staticmethod
-    def _here(place: str, rank: int) -> str:
-        return f"{place}/here/{rank}"
+    def _here(base: str, rank: int) -> str:
+        return f"{base}/here/{rank}"
 
     @staticmethod
-    def _outcome(place: str) -> str:
-        return _outcome_at(place)
+    def _outcome(base: str) -> str:
+        return _outcome_at(base)
 
     @staticmethod
     def alive(rank: int | str) -> str:
@@ -351,20 +351,20 @@ class RankRendezvous:
                 lookout.look([int(key.rpartition("/")[2]) for key in missing] if first is None else [first])
         raise NcclAborted(f"{self.name} has ended")
 
-    def _leave(self, place: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:
+    def _leave(self, base: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:
         """Have the rendezvous fail for the reason `text`, unless all have met; return the outcome.
 
         `missing` are the ranks that were late, or lost (`kind` is `_GONE`); None if it fails for another reason.
         """
         told = _failed(text, missing, kind)
         try:
-            return self.store.compare_set(self._outcome(place), None, told)[1] or told
+            return self.store.compare_set(self._outcome(base), None, told)[1] or told
         except (StoreError, NcclTimeout):
             return told
 
-    def _absent(self, place: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
+    def _absent(self, base: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
         """Return a text about the ranks that have not arrived, and these ranks."""
-        arrived = self.arrived(place) | set(self._own)
+        arrived = self.arrived(base) | set(self._own)
         missing = [member for member in members if member not in arrived]
         if not missing:
             return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing

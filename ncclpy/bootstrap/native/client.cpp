@@ -206,14 +206,14 @@ bool Client::read_once(Lock& lock, double until) {
 
 // How long this process did not run just now, by the ticks that are missing: the connection thread waits for neither
 // the GIL nor a socket, so only a stop keeps it from ticking.
-double Client::stopped() const {
+double Client::seconds_stopped() const {
   const double time = now();
   return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);
 }
 
 // The connection has ended. After a stop, a process cannot tell the end of its lease from the end of the server.
 void Client::lose_connection(const std::string& why) {
-  const double away = stopped();
+  const double away = seconds_stopped();
   if (away <= heartbeat_) return lose("the server is gone: " + why);
   char words[80];
   snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
@@ -224,7 +224,7 @@ void Client::lose_connection(const std::string& why) {
 
 // The server, which still serves others, has heard nothing from this process for too long.
 void Client::lose_lease(std::string_view why) {
-  const double away = stopped();
+  const double away = seconds_stopped();
   char words[80];
   lease_ended_ = lost_.empty();
   if (away > heartbeat_ / 2) {

@@ -97,7 +97,7 @@ class Client : public std::enable_shared_from_this<Client> {
   bool read_once(Lock& lock, double until);
   void lose_connection(const std::string& why);
   void lose_lease(std::string_view why);
-  double stopped() const;
+  double seconds_stopped() const;
   void dispatch(const Header& header, std::string body);
 
   const double heartbeat_;

@@ -36,7 +36,7 @@ class Publisher {
 
   const std::string& key() const { return key_; }
 
-  // Seconds between two reads of the source.
+  // Least seconds between two values, except for those that are asked for.
   static constexpr double kPace = 1.0;
 
  private:

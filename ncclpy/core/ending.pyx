@@ -226,7 +226,7 @@ cdef class Destruction(CommCall):
             if idle.done and idle.failure is None and not self.returned:
                 if local_peer_aborted:
                     abort_handles([self.comm], ABORT_DEADLINE, "close: another rank of this process was aborted")
-                    if Call.wait(self, now() + <double>_END_PATIENCE):
+                    if Call.wait(self, now() + <double>_END_PATIENCE) or self.returned:
                         return True
                 self.left_behind = True
                 note_ending(self.comm, self)

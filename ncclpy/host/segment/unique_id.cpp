@@ -290,7 +290,6 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
     return fail(ncclInvalidArgument, "this unique id was not made by ncclGetUniqueId of the host engine");
   if (address.entry >= table_entries)
     return fail(ncclInvalidArgument, "this unique id is damaged: it was not passed on byte for byte");
-  maker_ = address.pid;
   memcpy(nonce_, address.nonce, sizeof nonce_);
   {
     Tables& the = tables();

@@ -86,7 +86,6 @@ class IdRendezvous {
 
   IdEntry* entry_ = nullptr;
   void* mapping_ = nullptr;  // of another process's table
-  int32_t maker_ = 0;
   unsigned char nonce_[16] = {};
   uint64_t word_ = 0;  // the entry's word in the phase `offered`
   Descriptor memory_;

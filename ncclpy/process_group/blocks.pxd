@@ -9,7 +9,7 @@ from ncclpy.process_group.connection cimport Request
 cdef class Block
 
 
-# The owner of coalescing blocks: told when the thread enters one and leaves it, and whether that launches it.
+# The owner of coalescing blocks: told when a thread enters one, when it leaves it, and whether to launch it then.
 cdef class BlockOwner:
     cdef int open_block(self, Block block) except -1
     cdef int shut_block(self, Block block, bint launches) except -1
@@ -23,9 +23,9 @@ cdef class Block:
     cdef Request request
     cdef Work work
     cdef list held
-    cdef object outputs  # a list; of `sendrecv` what it receives
+    cdef object outputs  # a list; for `sendrecv` the receiving array
     cdef list kinds  # of the operations, in their order
-    cdef list ends  # how many steps the request had behind each
+    cdef list ends  # for each operation, how many steps the request had once it was added
     cdef set producers  # streams, as numbers
     cdef bint begun
 

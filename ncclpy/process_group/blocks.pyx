@@ -147,13 +147,13 @@ cdef class Block:
                 record_behind(self.work, <CUstream><uintptr_t>producer)
             else:
                 wait_behind(stream, self.work.device, <CUstream><uintptr_t>producer)
-        if len(self.producers) > 1:  # the deadline counts from there
+        if len(self.producers) > 1:  # the deadline counts from this event
             record_behind(self.work, stream)
             self.work.has_producer = False
         return 0
 
     cdef bint record_captured(self) except -1:
-        """Return whether the producers' streams are being captured; then put operations without one on one of them."""
+        """Return whether the producers' streams are being captured; if so, put operations without one on the first."""
         cdef CUstream stream = captured_of(self.producers, self.work.device)
         cdef size_t i
         if stream == NULL:

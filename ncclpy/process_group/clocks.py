@@ -1,8 +1,8 @@
 """How far this machine's clock is from the clock of rank 0, which is asked through the group's store.
 
-Rank 0 answers with the time that its clock shows. It was read at some moment between question and answer, so the
-middle of the round trip is off by half of its duration at most; of several round trips the shortest counts. A rank
-that has the clock of rank 0, as on one machine, does not ask.
+Rank 0 answers with the time of its clock, which it has read at some moment between question and answer. So this time,
+taken for the middle of the round trip, is wrong by half of the round trip at most; of several round trips the shortest
+counts. A rank that shares the clock of rank 0, as on one machine, does not ask.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Clocks:
             self._known.clock = {"of": root_clock, "offset": offset, "error": error, "at": moment}
 
     def compare(self) -> tuple[float, float]:
-        """Return by how many seconds the clock of rank 0 is ahead of this one, and the largest error of these."""
+        """Return by how many seconds the clock of rank 0 is ahead of this one, and how wrong that may be at most."""
         found = []
         for _ in range(_ROUND_TRIPS):
             self._nquestions += 1

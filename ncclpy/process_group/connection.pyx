@@ -53,7 +53,8 @@ from ncclpy.process_group.check.mismatch import pack
 from ncclpy.process_group.options import Completion
 
 
-# One call; the name of its type follows, and then the counts of its parts, of 8 bytes each. `mismatch.CALL` is its form in Python.
+# One call. The name of its type follows, and then the counts of its parts, of 8 bytes each. `mismatch.CALL` is the
+# same layout in Python.
 cdef struct _Call:
     int kind
     int op
@@ -240,7 +241,8 @@ cdef class Connection(CommunicatorSet):
         The first part of its name in the recorder; the rest distinguishes it from others of this title.
     peer : int
         The peer's rank in the group; -1 for the communicator of all ranks. The two ranks of a pair exchange a byte
-        first, so that NCCL has connected them: a lane that waits for that would hold up the other pairs of its device.
+        first, so that NCCL connects them then. At the first operation a lane would wait for that, and hold up the
+        other pairs of its device.
     device : int
         The device of this rank.
     rank, nranks : int
@@ -312,8 +314,8 @@ cdef class Connection(CommunicatorSet):
 
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""
-        # Freed only by `close`: that waits for everything on the device, also for operations that wait for this pair's
-        # peer.
+        # Freed only by `close`: freeing it waits for everything on the device, also for operations that wait for this
+        # pair's peer.
         self.memory = memory = _device.allocate(16, comm.device)
         stream = Stream(comm.device)
         with Group():
@@ -326,7 +328,7 @@ cdef class Connection(CommunicatorSet):
         comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
-        if making is not None and making.state == DEFERRED:  # its init call has yet to return
+        if making is not None and making.state == DEFERRED:  # NCCL has not returned from its init call yet
             threading.Thread(target=_abort_soon, args=(making, text_of(error)), name="ncclpy-abort-aside", daemon=True).start()
             making = None
         return comms if making is None else [*comms, making]
@@ -340,7 +342,7 @@ cdef class Connection(CommunicatorSet):
         self.settled.set()
 
     cdef int count_messages(self, Request request) except -1:
-        """Count the sends and receives of a block, by peer: a peer that has closed the group may have had fewer."""
+        """Count the sends and receives of blocks, by peer: a peer that has closed the group may have begun fewer."""
         cdef size_t i
         for i in range(request.count):
             self.messages[request.steps[i].root] = self.messages.get(request.steps[i].root, 0) + 1

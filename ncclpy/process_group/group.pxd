@@ -22,11 +22,11 @@ cdef class ProcessGroup(Operations):
     cdef object meeting_store(self)
     # Whether works know their duration.
     cdef bint is_timed(self) noexcept
-    # The communicator with all ranks; its making is begun if there is none.
+    # The communicator with all ranks; if there is none, a thread begins to make it.
     cdef Connection main_connection(self)
-    # An empty request for a work, with the group's timeout; and giving one to its communicator, see
-    # `Submission.submit`.
+    # An empty request for a work, with the group's timeout.
     cdef Request request_for(self, Work work)
+    # Give a request to its communicator, see `Submission.submit`.
     cdef int submit(self, Connection connection, Request request) except -1
     # The number of the next part of the group; all ranks ask for them in the same order.
     cdef long long next_child(self) noexcept
@@ -34,7 +34,8 @@ cdef class ProcessGroup(Operations):
     cdef ProcessGroup part(self, str name, list members, timeout, bint timing)
     # The error that has ended the group, even if only the store has it so far; None if nothing has ended it.
     cdef object known_error(self)
-    # End it with an error, whatever `on_error` says, and tell the others a text; with `asked`, only those that ask.
+    # End it with an error, whatever `on_error` says, and tell the others a text; with `only_if_asked`, see
+    # `Lifecycle.fail`.
     cdef int end_with(self, error, str text, bint only_if_asked) except -1
     # Wait until the others are told, a second at most.
     cdef int wait_until_told(self) except -1

@@ -188,8 +188,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Returns
         -------
         context manager
-            It gives the `Work`, which the operations in the block also return. Its result is the list of their
-            results.
+            Entering it returns the `Work`, which the operations in the block also return. The work's result is the
+            list of their results.
         """
         return self._block(ALL_REDUCE, timeout)
 
@@ -219,7 +219,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         sends, recvs : iterable of buffer
-            As many of each; a pair is what `all_gather` takes.
+            Equally many; `all_gather` takes them pair by pair.
         stream, timeout
             As for `all_reduce`.
 
@@ -239,7 +239,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         sends, recvs : iterable of buffer
-            As many of each; a pair is what `reduce_scatter` takes.
+            Equally many; `reduce_scatter` takes them pair by pair.
         op, stream, timeout
             As for `all_reduce`.
 
@@ -282,8 +282,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         values : array
             Of the same package: ``(n, ...)``, with the same further dimensions and type on all ranks.
         shape : sequence of int, optional
-            That of the whole array, with the further dimensions: compared between the ranks, on all of which it is given
-            or left out.
+            The shape of the whole array, including the further dimensions. All ranks give it, or none; the ranks
+            compare it.
         stream : optional
             The stream that produces both, if it is not their framework's current one: the CPU waits for it.
         timeout : float, optional
@@ -298,8 +298,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Raises
         ------
         TypeError, ValueError
-            If the arrays are wrong on this rank, or, on all ranks alike, those of the ranks do not fit together. The
-            group can still be used.
+            If the arrays of this rank are wrong; or, on all ranks alike, if the ranks' arrays do not fit together.
+            The group can still be used.
         NcclError
             If the group fails while the ranks wait for each other. If a signal handler raises during the wait, the
             group is aborted, as the other ranks would wait for what this rank does not begin.
@@ -365,13 +365,13 @@ Work with other ranks from one thread or several: collectives and point-to-point
         connect_peers(self.lifecycle, [root_rank(self.lifecycle.size, peer, "peers") for peer in peers or ()], seconds)
 
     def disconnect(self, peers=None, timeout=None):
-        """Destroy the communicators that sends and receives have made; the next ones make new ones.
+        """Destroy the communicators that sends and receives have made; later sends and receives make new ones.
 
         Both ranks of a pair call it, equally often and at the same place among their sends and receives. It waits
         until the operations between them are done, and until the other rank calls it too.
 
-        Destroying a communicator waits for everything that runs on the device. So no operation of this or another
-        group may run there that waits for a rank which waits for this one.
+        Destroying a communicator waits for everything that runs on the device. So nothing may run on the device, in
+        this or another group, that waits for a rank which waits for this one.
 
         Parameters
         ----------

@@ -50,13 +50,14 @@ _CHECK_KEY = "options/check"
 #: Seconds to wait for a write to the store, which may be stuck; then the caller continues.
 _WRITE_TIMEOUT = 1.0
 
-#: How many ranks, the lowest ones, watch for ended leases and tell the others: if all did, each would tell each.
+#: How many ranks, the lowest ones, watch for ended leases and tell the others. If all ranks did, each would write the
+#: news for all.
 _WATCHING_RANKS = 2
 
 #: By the state of a rank that can no longer take part: the words for it, and how many checks in a row, a third of a
 #: second apart, have to find that state. One check is not enough: a rank that is just making its group has no lease
-#: for an instant. The checks are for the case that the ranks that watch the leases have ended too; otherwise the end
-#: of a lease is reported to all ranks and ends the group if something waits there.
+#: for an instant. The checks are for the case that the ranks that watch the leases have ended too. Otherwise these
+#: report the end of a lease to all ranks, and the group ends if something waits in it.
 _LOST_STATES = {
     "closed": ("closed the group", 2),
     "ended": ("process ended", 5),
@@ -119,7 +120,7 @@ class GroupStatus(StatusService):
         self.before: Callable[[int], str] = _nothing_known
         self._parent: tuple[GroupStatus, Sequence[int]] | None = None
         self._numbering: Numbering | None = None
-        self.number = 1  # a rank that enters a place again, after a failure, finds the others
+        self.number = 1  # fixed, so that a rank that enters a place again after a failure finds the others
         part: Store = GroupStore(f"{place}/1", store)
         if place is None:
             self._numbering = _numbering_of(store, name, rank, size)
@@ -252,7 +253,7 @@ class GroupStatus(StatusService):
         return status
 
     def publish(self) -> None:
-        """Publish as every service; also compare the clocks, if due, and check which ranks have closed the group."""
+        """Publish as every service does; compare the clocks, if due, and check which ranks have closed the group."""
         super().publish()
         self.clocks.look()
         if self._look_for_closed is not None:
@@ -282,7 +283,7 @@ class GroupStatus(StatusService):
         return (f"closed process group {parent.name!r}", left[1]) if left == _LOST_STATES["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
-        """Collect as every service; the state of a rank that has not made this group is from an earlier group."""
+        """Collect as every service does; the state of a rank that has not made this group is from an earlier group."""
         return tuple(
             replace(each, state=self.before(each.rank) or each.state) if each.state == "not_joined" else each
             for each in super().collect(patience)
@@ -293,7 +294,7 @@ class GroupStatus(StatusService):
         return self._numbering is not None and self._numbering.has_made(rank, self.number)
 
     def _before(self, rank: int) -> str:
-        """Return what became of the process that made an earlier group as a rank, see `before`."""
+        """Return the state of the process that made an earlier group as a rank; see the attribute `before`."""
         return "" if self._numbering is None else self._numbering.before(rank, self.number)
 
     def listen(
@@ -319,7 +320,7 @@ class GroupStatus(StatusService):
                 self.watch(self.rendezvous.alive(""), self._report_ended_lease)
 
     def hear(self, change: Change) -> None:
-        """Take a change as every service, and also the end of a lease."""
+        """Handle a change as every service does, and also the end of a lease."""
         super().hear(change)
         if not self.is_over and change.value is not None and change.key.startswith(_GONE_PREFIX):
             for rank in ranks_of([change.key]):
@@ -334,7 +335,7 @@ class GroupStatus(StatusService):
                         self.store.set(f"{_GONE_PREFIX}{rank}", b"")
 
     def waits_for(self) -> object:
-        """Return what this rank waits for as every service; it may also wait for a communicator."""
+        """Return what this rank waits for, as every service does; it may also wait for a communicator."""
         return super().waits_for() or self._joins[:1]
 
     def inquire_about(self, label: str, members: list[int], subject: OperationInfo | None, _: bool) -> Answer:
@@ -343,7 +344,7 @@ class GroupStatus(StatusService):
         with contextlib.suppress(NcclError):
             present = self.rendezvous.arrived(f"communicator/{label}")
             missing = [rank for rank in members if rank not in present and rank != self.rank]
-            if missing and present and summary is not None:  # with no rank present, it is complete and deleted
+            if missing and present and summary is not None:  # with none present, the rendezvous is over and deleted
                 summary = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {summary}"
         return summary, states
 
@@ -403,8 +404,8 @@ class GroupStatus(StatusService):
     def leave(self, *, continued: bool = False) -> None:
         """Leave the group; the last live rank that leaves deletes what all ranks have written.
 
-        If ranks have `continued` without others, the keys are kept while a rank is only lost, as its lease has ended:
-        it may run again, and has to find the survivors' decision.
+        If ranks have `continued` without others, the keys stay while there is a rank that is only lost, which means
+        that its lease has ended: it may run again, and has to find the survivors' decision.
         """
         lost = ("ended",) if continued else ("ended", "lost")
 
@@ -419,7 +420,7 @@ class GroupStatus(StatusService):
 
         with self._at_no_meeting:
             self._leaving = True
-            own = threading.get_ident()  # not waited for: a signal handler may have interrupted its rendezvous
+            own = threading.get_ident()  # not waited for: this may be a signal handler within its own rendezvous
             self._at_no_meeting.wait_for(lambda: all(each == own for each in self._threads), _WRITE_TIMEOUT)
         _within(_WRITE_TIMEOUT, go)
 

@@ -1,8 +1,8 @@
 """How a new process and a running group find each other in a store.
 
-A process that wants to join asks, under a key that is deleted when the process ends, where the store can do that. Rank
-0 of the group invites the processes that ask when the group calls `admit`. A process that answers at once is admitted,
-and is told the handles of all ranks and the uuid of their rendezvous.
+A process that wants to join asks under a key; a store with leases deletes the key when the process ends. When the
+group calls `admit`, its rank 0 invites the processes that ask. A process that answers at once is admitted, and is told
+the handles of all ranks and the uuid of their rendezvous.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Joiner(_JoinKeys):
     def _await(self, what: str, deadline: float, timeout: float) -> bytes:
         while True:
             left = deadline - time.monotonic()
-            if what == "invited":  # each time: rank 0 forgets a process that has not answered once
+            if what == "invited":  # in each round: rank 0 deletes the request of a process that has not answered
                 self._put("asks", f"{self.handle} {self.check}".encode())
             try:
                 return self.store.get(self.key(what, self.number), max(0.0, min(_SLICE, left)))

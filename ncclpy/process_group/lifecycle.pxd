@@ -44,8 +44,8 @@ cdef class Lifecycle:
     cdef set informed  # the threads in which the failure was raised
     cdef object inquiries  # asks what the other ranks do, when the group is in trouble
     cdef bint reconfiguring  # whether a reconfiguration is under way, which abort() and close() end
-    cdef object suspension_error  # the value of `failure` from the begin of a reconfiguration; None without one
-    cdef object opened_store  # the store of its rendezvous, if a reconfiguration has opened that; closed with the group
+    cdef object suspension_error  # during a reconfiguration, the value that `failure` had when it began; else None
+    cdef object opened_store  # a store that a reconfiguration has opened for its rendezvous; closed with the group
     cdef bint closed
     cdef long long collectives
     cdef list unmatched  # this rank's sends to itself, and receives from itself, that wait for the other half
@@ -90,7 +90,7 @@ cdef class Lifecycle:
     cdef int adopt(self, Communicator comm) except -1
     # The user's communicator with all ranks, None until it is made.
     cdef Communicator communicator(self)
-    # Take the outcome of a communicator: it is made or cannot be made, has failed, could not be divided.
+    # Note that a communicator was made or could not be made, has failed, or could not be divided.
     cdef int connection_made(self, Connection connection, list comms, error) except -1
     cdef int connection_failed(self, error, Connection connection) except -1
     cdef int division_failed(self, Connection main, error) except -1
@@ -106,13 +106,13 @@ cdef class Lifecycle:
     cdef object wanted(self)
     # Whether an operation, a rendezvous or a comparison is under way.
     cdef bint waits(self) except -1
-    # What all ranks bring to a rendezvous, by rank; the end of a rank that is missing there ends the group.
+    # What all ranks bring to a rendezvous, by rank. The group ends if a rank that is missing there ends.
     cdef list meet(self, place, value, double seconds, read)
     # What all ranks bring to the next commit of a pool, by rank.
     cdef list commit(self, value, double seconds)
     # This rank's status, as JSON knows it.
     cdef dict status_now(self)
-    # Add what all ranks do to an error: to one that ends the group; and, by the function `inquire`, to one that does not.
+    # Add what all ranks do to an error that ends the group; or to another error, by the function `inquire`.
     cdef tuple inquire(self, error, bint in_words=*)
     cdef int explain_by(self, error, inquire, bint in_words=*) except -1
 
@@ -143,7 +143,7 @@ cdef class Lifecycle:
     cdef bint _exit_later(self, begun, error, group_status, Connection failed, list comms, tell_readers) except -1
 
 
-# The news of the other ranks for a group while it has one number.
+# Takes news of the other ranks for a group while the group has one number.
 cdef class PeerNews:
     cdef object group  # a weak reference
     cdef long long number

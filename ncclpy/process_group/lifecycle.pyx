@@ -44,14 +44,14 @@ from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 
 _log = logging.getLogger("ncclpy.process_group")
-_MAIN, _SPLIT = "all", "/split"  # the label of the communicator of all ranks, and of splits in `Lifecycle.begun`
-#: Seconds to wait until the end is in the store: usually, and before this process ends.
+_MAIN, _SPLIT = "all", "/split"  # label of the communicator of all ranks; key of splits in `Lifecycle.begun`
+#: Seconds to wait until the group's end is in the store: usually, and when this process is about to end.
 _TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
-#: Seconds after which a rank that was stopped asks again a store that did not answer.
+#: Seconds after which a rank that was stopped repeats its question to a store that did not answer.
 _RETRY_INTERVAL = 1.0
 #: Seconds that operations in which a rank took part have to complete after its end.
 _GRACE = 0.5
-cdef long long _last_number = 0  # of `next_number`
+cdef long long _last_number = 0  # the last result of `next_number`
 
 
 cdef class Lifecycle:
@@ -110,7 +110,7 @@ cdef class Lifecycle:
         return GroupStatus(store, self.name, rank, size, self.device, functools.partial(_status_of, weakref.ref(self)), place)
 
     cdef int enter(self, group_status) except -1:
-        """Become the rank of this group status, under a new number; it has no communicators yet."""
+        """Become the rank of this group status, under a new number and without communicators."""
         cdef int rank = group_status.rank, size = group_status.size
         cdef CollectiveCheck collective_check = None
         own_title = f"rank {rank} of process group {self.name!r}"
@@ -149,7 +149,7 @@ cdef class Lifecycle:
         return self.closed or self.failure is not None
 
     cdef bint is_over(self) noexcept:
-        """Return whether it has failed, or is closed and has no communicators; `close` waits for operations."""
+        """Return whether it has failed, or is closed without communicators: `close` keeps them while it waits."""
         return self.failure is not None or (self.closed and not self.connections)
 
     cdef Communicator communicator(self):
@@ -158,14 +158,14 @@ cdef class Lifecycle:
         return main.comms[0] if main is not None and main.state == MADE and main.comms else None
 
     cdef object wanted(self):
-        """Return a callable: whether a wait is still wanted, as the group has not ended and was not reconfigured."""
+        """Return a callable that returns whether the group has not ended and was not reconfigured since."""
         return functools.partial(self._is_wanted, self.number)
 
     def _is_wanted(self, number):
         return number == self.number and not self.is_ended()
 
     cdef list meet(self, place, value, double seconds, read):
-        """Return what all ranks bring to a rendezvous, see `GroupStatus.gather`; a missing rank's end ends the group."""
+        """Return what all ranks bring to a rendezvous (`GroupStatus.gather`); if a missing rank ends, the group ends."""
         group_status = self.group_status
         self.meetings += 1
         try:
@@ -177,16 +177,16 @@ cdef class Lifecycle:
             self.meetings -= 1
 
     cdef list commit(self, value, double seconds):
-        """Return what all ranks bring to a commit of a pool, by rank; the n-th commits of all ranks are one."""
+        """Return, by rank, what all ranks bring to a commit of a pool: each to its n-th commit."""
         self.check_usable()
-        number = self.commits  # failed ones count as well: the other ranks may have been there
+        number = self.commits  # failed ones count as well: other ranks may have taken part in them
         self.commits += 1
         try:
             brought = self.meet(f"commit/{number}", value, seconds, lambda brought: [int(each) for each in brought])
         except NcclAborted:
             self.check_usable()  # raises what has ended it
             raise
-        if self.rank == 0 and number > 0:  # all ranks have left the last one
+        if self.rank == 0 and number > 0:  # all ranks have left the previous commit
             self.group_status.rendezvous.forget(f"commit/{number - 1}", list(range(self.size)))
         return brought
 
@@ -278,7 +278,7 @@ cdef class Lifecycle:
 
     cdef Connection _new_connection(self, str label, int peer):
         cdef Connection made
-        cdef long long number = self.number  # all below is read for this number
+        cdef long long number = self.number  # read first: after a reconfiguration meanwhile it is an old one
         members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
         title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
@@ -344,7 +344,7 @@ cdef class Lifecycle:
         return self.pending() or self.meetings or (collective_check is not None and collective_check.turn.locked())
 
     cdef tuple inquire(self, error, bint in_words=True):
-        """Ask what all ranks do now; add it to an error, as data and, with `in_words`, as a sentence; return both."""
+        """Ask what all ranks do now, add that to an error, and return it: a sentence, if `in_words`, and data."""
         summary, states = self.inquiries.ask(functools.partial(_status_of, weakref.ref(self)))
         if not in_words:
             summary, error.ranks = None, states
@@ -398,11 +398,11 @@ cdef class Lifecycle:
         try:
             self.fail(error, text, None, may_exit=False, with_inquiry=True)
             self.wait_until_told()
-        finally:  # not before: the others would report a rank that left a rendezvous too early as missing there
+        finally:  # once told: else the others report this rank as missing in a rendezvous, which it leaves now
             forget_failures(self.failures)
             self.failures = []  # the caller wants no results
             self.reconfiguring = False
-            if self.failure is not None:  # also another thread's: later calls of this thread do not raise it
+            if self.failure is not None:  # even another thread's: no error is set in this thread later
                 note_delivery(self.informed)
             self.enders.discard(threading.get_ident())
         return 0
@@ -418,7 +418,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int wait_until_told(self) except -1:
-        """Wait a second at most until the other ranks are told of the end."""
+        """Wait until the other ranks are told of the end, a second at most."""
         if self.tell_thread is not None:
             self.tell_thread.join(_TELL_TIMEOUT)
         return 0
@@ -434,7 +434,7 @@ cdef class Lifecycle:
     cdef int end_without(self, long long number, int rank, why) except -1:
         """End the group, or log that it continues, because something waits for a rank that is gone."""
         end = None
-        with contextlib.suppress(NcclError, ValueError):  # the rank may be gone because the group has ended
+        with contextlib.suppress(NcclError, ValueError):  # perhaps the rank is gone because the group has ended
             end = self.group_status.announced_end()
         if end is not None:
             return self.take_end(number, end)
@@ -472,7 +472,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int division_failed(self, Connection main, error) except -1:
-        """Handle a failed division of the communicator of all ranks: it was aborted, or other ranks wait in it."""
+        """Handle a failed division of the communicator of all ranks, in which other ranks may still wait."""
         cdef Communicator comm
         if self.on_error != "report":
             self.fail(error, text_of(error), main.epoch)
@@ -507,7 +507,7 @@ cdef class Lifecycle:
     ):
         """Do the rest of `fail`, after the inquiry."""
         cdef Connection one
-        if not only_if_asked:  # else the program has the error already; the text for the others is without call site
+        if not only_if_asked:  # then the program has the error already; `text`, for other ranks, has no call site
             self._add_call_site(error)
         with self.lock:
             if number is not None and number != self.number:
@@ -524,7 +524,7 @@ cdef class Lifecycle:
             in_flight = bool(self.unmatched) or any([one.has_unsettled() for one in connections])
             comms, readers = [] if failed is None else list(failed.comms), set()
             affected = connections if failed is None or failed in connections else [*connections, failed]
-            for one in affected:  # first: a thread that leaves a wait later, or reads by a stream, finds the fence
+            for one in affected:  # first, for threads that leave a wait, or begin to read by a stream, after this
                 one.fence()
             for one in affected:  # under the lock: other failures settle works once they find the group ended
                 one.note_readers(readers)
@@ -539,7 +539,7 @@ cdef class Lifecycle:
         group_status.begin_end()
         try:
             group_status.known.failed(error)
-            # SystemExit: Python is ending, and has ended a daemon thread's call of torch's store.
+            # SystemExit: Python is ending, and has raised it in a daemon thread's call of torch's store.
             may_exit = may_exit and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
             if may_exit and self.on_error == "exit_now":
                 self._exit(error, group_status)
@@ -626,15 +626,15 @@ cdef class Lifecycle:
             begun.wait(_EXIT_TELL_TIMEOUT)
             telling = self.tell_thread
         agree = functools.partial(agree_on_exit, group_status, telling, _EXIT_TELL_TIMEOUT, self.handle, self.rank, outcome)
-        # In a thread, as a call of a store whose server is stopped may take minutes. Not a daemon thread: these make no
-        # call of torch's store once Python ends.
+        # In a thread, as a call of a store whose server is stopped may take minutes. Not in a daemon thread, which
+        # cannot call torch's store once Python ends.
         agreeing = threading.Thread(target=agree, name="ncclpy-group-agree", daemon=False)
         try:
             agreeing.start()
             agreeing.join(_EXIT_TELL_TIMEOUT + EXIT_PATIENCE)
         except RuntimeError:  # no thread can be started
             agree()
-        if outcome == [True]:  # the group is reconfigured, which has caused the error here: it continues
+        if outcome == [True]:  # the error is only that other ranks reconfigure the group: the process continues
             self._abort_later(group_status, None, list(comms), text_of(error), tell_readers)
             return
         while failed is not None and failed.launches and now() < deadline:
@@ -737,7 +737,7 @@ cdef class Lifecycle:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        if self.end_begun is not None and self.end_thread != threading.get_ident():  # not in a handler in `_end_by`
+        if self.end_begun is not None and self.end_thread != threading.get_ident():  # not inside `_end_by`
             self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
             tell_readers = functools.partial(self._tell_readers, readers, error, error._informed)
@@ -749,7 +749,7 @@ cdef class Lifecycle:
     cdef int end_group_status(self, bint announce) except -1:
         """Stop listening to the other ranks."""
         cdef CollectiveCheck collective_check = self.collective_check
-        pending_messages, self.pending_messages = self.pending_messages, None  # its memory is freed when its thread ends
+        pending_messages, self.pending_messages = self.pending_messages, None  # its thread frees its memory at its end
         if pending_messages is not None:
             pending_messages.ring()
         self.group_status.close(announce=announce, begun=self.begun())
@@ -774,7 +774,7 @@ cdef class Lifecycle:
         self.end_connections(error, is_well)
         if not is_well:
             self.end_group_status(self.failure is None)
-        self.wait_until_told()  # the process may end next, and its thread with it
+        self.wait_until_told()  # the process may end next, and with it the thread that tells the others
         self.pool.close()
         self.leave_statuses(True)
         if self.opened_store is not None:
@@ -792,7 +792,7 @@ cdef class Lifecycle:
 
 
 cdef class PeerNews:
-    """The news of the other ranks for a group while it has one number. It does not keep the group alive.
+    """Takes news of the other ranks for a group while the group has one number; it does not keep the group alive.
 
     Parameters
     ----------

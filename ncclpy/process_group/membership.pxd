@@ -7,10 +7,10 @@ cdef class Membership:
     cdef Lifecycle group
     cdef Submission submission
     cdef object turn  # lock of the threads that reconfigure the group
-    # While the group is reconfigured, returns whether a rank can no longer take part, as the group before knows; else
-    # None.
+    # While the group is reconfigured, a callable that returns whether a rank can no longer take part, as far as the
+    # previous group knows; else None.
     cdef object is_lost
-    cdef object previous  # the `PreviousMembership` with which the group worked last, while it is recovered
+    cdef object previous  # while the group is recovered, the `PreviousMembership` with which it worked last
     cdef long long admissions  # how many calls of `admit` there were
 
     # What `ProcessGroup`'s methods of these names do.
@@ -50,7 +50,7 @@ cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
 # Whether this rank can take part in a division of the group's communicator.
 cdef bint can_divide(Lifecycle group) except -1
 
-# Have a rendezvous: return what all ranks bring.
+# Return what all ranks bring to the rendezvous of a split.
 cdef object bring(Lifecycle group, object number, list own)
 
 # The text of the error if ranks have brought invalid colors; else None.

@@ -210,7 +210,7 @@ cdef class Membership:
         self._check_movable("admit()")
         group.check_usable()
         with _Turn(self, "admit()"):
-            number = self.admissions  # failed ones count as well: the other ranks may have been there
+            number = self.admissions  # failed ones count as well: other ranks may have taken part in them
             self.admissions += 1
             if not group.drain(deadline):
                 raise NcclTimeout(
@@ -228,8 +228,8 @@ cdef class Membership:
                 except NcclAborted:
                     if group.closed or not group.group_status.was_reconfigured_with(group.handle):
                         raise
-                    # The rendezvous is complete, but before this rank read its outcome, a rank that had left it has
-                    # ended the group.
+                    # The rendezvous is complete, and a rank that has left it has ended the group before this rank read
+                    # the outcome.
                     met = group.group_status.gather(
                         f"admit/{number}", own, max(0.1, deadline - now()), lambda: True, _read_admission
                     )
@@ -239,7 +239,7 @@ cdef class Membership:
                 admitter.refuse(joiners, text_of(error))
                 group.check_usable()
                 raise
-            if group.rank == 0 and number > 0:  # all ranks have left the last one
+            if group.rank == 0 and number > 0:  # all ranks have left the previous admission
                 group.group_status.rendezvous.forget(f"admit/{number - 1}", list(range(group.size)))
             handles = [each["handle"] for each in met] + met[0]["joiners"]
             if len(handles) == group.size:
@@ -309,7 +309,7 @@ cdef class Membership:
         """Leave the present state, and enter a rendezvous of other ranks; return what each of them has brought.
 
         ``error``, ``drained`` and ``handles`` are those of `_leave`, ``previous`` and ``is_lost`` those of `_enter`.
-        ``announce`` is called when this rank has entered; the other ranks learn of its failure.
+        ``announce`` is called once this rank has entered the rendezvous. If it raises, the other ranks are told.
         """
         cdef Lifecycle group = self.group
         store = group.opened_store or group.store
@@ -362,7 +362,7 @@ cdef class Membership:
         return 0
 
     cdef int _resume_group(self) except -1:
-        """Make the group usable again unless it is closed; an error that it got since the rendezvous ends it."""
+        """Make the group usable again unless it is closed, or was ended by an error since the rendezvous."""
         cdef Lifecycle group = self.group
         ended = self._resume()
         if not group.closed:
@@ -403,7 +403,7 @@ cdef class Membership:
             if not group.closed:
                 forget_failures(group.failures)
                 group.failure, group.suspension_error, group.failures = ended, None, []
-        del suspension_error  # not under the lock: a user's exception may depend on it
+        del suspension_error  # not under the lock: this may free a user's exception
         return ended
 
     cdef bint _end_suspended(self, error) except -1:
@@ -416,7 +416,7 @@ cdef class Membership:
             if is_cause:
                 group.failure = error
             group.suspension_error = None
-        del suspension_error  # as in _resume
+        del suspension_error  # not under the lock, see `_resume`
         return is_cause
 
     cdef int _replace_failure(self, error) except -1:
@@ -425,7 +425,7 @@ cdef class Membership:
         before = group.failure
         with group.lock:
             group.failure = error
-        del before  # as in _resume
+        del before  # not under the lock, see `_resume`
         return 0
 
     def _is_moving(self, rendezvous, is_lost):

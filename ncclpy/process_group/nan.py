@@ -41,7 +41,7 @@ class NanCheck:
 
     def __init__(self, rank: int, group: str, device: int):
         self.rank, self.group, self.device = rank, group, device
-        self._unknown: set[type] = set()  # of which a warning was given
+        self._unknown: set[type] = set()  # types that a warning has named
 
     def refuse(self, sent, operation: str, producer=None) -> None:
         """Raise if an array of an operation has a NaN; an array of no known framework is passed over, with a warning.

@@ -35,7 +35,7 @@ cdef tuple _BITWISE = ("band", "bor", "bxor")
 
 
 cdef class Operations:
-    """The operations of a `ProcessGroup`, which is the class to use: each ends in `Submission.begin`.
+    """The operations of a `ProcessGroup`, which is the class to use: each of them calls `Submission.begin`.
 
     Attributes
     ----------

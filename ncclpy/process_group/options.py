@@ -121,7 +121,7 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
 def was_ended_by(name: str, text: str, summary: str | None, kind: str) -> NcclError:
     """Return the error of a group that another rank has ended, with the reason and what all ranks did then.
 
-    Its class is `kind`, the class that the other rank has raised, if `same_class_as` knows that one.
+    Its class is `kind`, the class that the other rank has raised, if `same_class_as` knows that class.
     """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
@@ -142,7 +142,7 @@ def abort_when_confirmed(
     if telling is not None:
         telling.join(TELL_TIMEOUT)
     if tell_readers is not None:
-        tell_readers()  # the program may end with that
+        tell_readers()  # the error may end the program
     group_status.confirm()
     if group_status.wait_until_confirmed(None if comms else 0.0) and comms:
         abort_in_background(comms, reason).join()

@@ -3,12 +3,12 @@
 Each survivor sets a key of its own, which is deleted when its process ends. The lowest of them waits until every rank
 that is not known to be gone has set its key, or until its timeout. Then it writes which ranks continue under one key
 that can be written once; a rank whose timeout is earlier writes the decision itself. So all ranks get one decision,
-and a rank that is not in it cannot continue without the others. The decision has a uuid, at which the survivors have a
-new rendezvous; if one of them dies meanwhile, the ranks at that rendezvous decide again, in its part of the store. So
-the decisions of a group are a chain, and two parts of a group can never both continue.
+and a rank that is not in it cannot continue without the others. The decision has the uuid of the survivors' new
+rendezvous. If one of them dies meanwhile, the ranks at that rendezvous decide again, in its part of the store. So the
+decisions of a group are a chain, and two parts of a group can never both continue.
 
-Ranks that admit new ones (`admit`) write this under the same key, before the first of them leaves their rendezvous. So
-a rank that is interrupted after the rendezvous does not recover alone.
+Ranks that admit new ones (`admit`) write under the same key that they do so, before the first of them leaves their
+rendezvous. So a rank that is interrupted after the rendezvous does not recover alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PreviousMembership:
         self._is_lost, self.origin, self.size, self.finished = is_lost, origin, size, finished
 
     def among(self, members: list[int]) -> PreviousMembership:
-        """Return the same for the ranks that continue."""
+        """Return this membership with only the ranks that continue."""
         return PreviousMembership(self._is_lost, [self.origin[member] for member in members], self.size, self.finished)
 
     def is_lost(self, rank: int) -> bool:
@@ -175,13 +175,13 @@ class _Election:
         try:
             return self._await(leases, deadline, timeout, wanted)
         except BaseException:
-            with contextlib.suppress(StoreError, NcclTimeout):  # the others must not wait for it
+            with contextlib.suppress(StoreError, NcclTimeout):  # the others must not wait for this rank
                 self.store.delete(own_key)
             raise
 
     def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
-        # Ranks found lost at the last check: a rank counts as lost only after a second one, as it has no lease for an
-        # instant while it makes its group.
+        # Ranks found lost at the last check. A rank counts as lost only after a second check in a row, as it has no
+        # lease for an instant while it makes its group.
         suspects: set[int] = set()
         while wanted():
             arrived = (ranks_of(self.store.keys(self._place_of_arrivals())) & set(range(self.size))) | {self.rank}

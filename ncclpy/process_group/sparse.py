@@ -1,4 +1,4 @@
-"""The sum of sparse arrays over all ranks: each gathers the parts of all, and adds them when the result is asked for.
+"""The sum of sparse arrays over all ranks. Each rank gathers all parts, and adds them when its result is asked for.
 
 NCCL has no such operation, and the ranks bring different numbers of entries. So the ranks first exchange these
 numbers, with what else has to agree; then each rank gathers the indices and the values of all ranks, in one launch of
@@ -108,7 +108,7 @@ class SparseSum:
     def __call__(self):
         """Return the indices, each once, and the sums of their values, once everything is gathered."""
         gathered = self._gathered
-        if gathered is not None:  # two threads may both add up; all get one of the sums
+        if gathered is not None:  # if two threads add up at once, all get the sum of one
             rows = 1 if self._rows is None else self._rows
             indices = [part.reshape(rows, n) for part, n in zip(gathered[0], self._counts, strict=True)]
             values = [part.reshape(n, *self._entry) for part, n in zip(gathered[1], self._counts, strict=True)]

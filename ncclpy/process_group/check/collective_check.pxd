@@ -11,14 +11,13 @@ cdef class CollectiveCheck:
     cdef bint first  # compare only calls that are new to this rank
     cdef readonly object exchange  # None until the ranks have had their rendezvous
     cdef object turn  # lock: one thread of this rank compares at a time
-    cdef dict known  # the notes of calls that all ranks have compared, by those calls
-    cdef list long  # keys of notes that were too long for the exchange: of this comparison and the one before
+    cdef dict known  # the notes of calls that all ranks have compared; the keys are the packed calls
+    cdef list long  # store keys of this rank's notes that were too long for the exchange: the last two
     cdef object found  # the last disagreement, as an NcclError
     cdef bint ends  # some rank has called NCCL for the collective in `found`
     cdef list met  # the rendezvous of `_meet`, which all ranks have left by the end of the first comparison
 
-    # Compare this rank's calls with the other ranks' calls of this number. Raises if they disagree, and for whatever
-    # prevents the comparison.
+    # Compare this rank's calls with the other ranks' calls of this number; raise if they differ or cannot be compared.
     cdef int agree(self, long long number, CallSignature brought, double limit, object wanted) except -1
     cdef int begin(self, double deadline, object wanted) except -1
     cdef int end(self) except -1

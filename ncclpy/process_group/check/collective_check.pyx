@@ -155,7 +155,7 @@ cdef class CollectiveCheck:
         notes = []
         before = None
         for rank, note in enumerate(found):
-            if note is None or type(note) is int:  # that rank did not wait, or is far ahead
+            if note is None or type(note) is int:  # the rank is far ahead, or did not wait
                 ends[0] = True
                 if before is None:
                     before = {shared_memory.digest(calls): known for calls, known in self.known.items()}
@@ -181,7 +181,7 @@ cdef class CollectiveCheck:
         store = self.group_status.store
         store.set(key, note)
         self.long.append(key)
-        while len(self.long) > 2:  # all ranks have read the notes before the last one
+        while len(self.long) > 2:  # all ranks have read this rank's notes before the last two
             store.delete(self.long.pop(0))
 
     cdef object _meet(self, object wanted):

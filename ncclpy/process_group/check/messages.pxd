@@ -13,8 +13,8 @@ cdef enum:
     STORED = 4
 
 
-# How one rank and a peer tell each other their messages. The group's lock is held in all calls but those that the
-# group's thread makes.
+# How one rank and a peer tell each other their messages. The group's lock is held in all calls except those of `meet`
+# and `key_of`.
 cdef class PeerRoute:
     cdef object store
     cdef int rank
@@ -32,7 +32,7 @@ cdef class PeerRoute:
     # Return the peer's message; None if it is not known yet.
     cdef tuple look(self, tuple key)
     cdef int forget(self, tuple key) except -1
-    # Called by the group's thread without the lock: take the next step of the choice and return the new state.
+    # Take the next step of the choice and return the new state. Called by the group's thread, without the lock.
     cdef int meet(self, RingSet own) except -1
     # Return the key in the store of a rank's message.
     cdef str key_of(self, tuple key, int rank)
@@ -75,6 +75,6 @@ cdef int serve_held(Lifecycle group) except -1
 cdef int wait_until_released(Connection connection, Lifecycle group, double deadline) except -1
 
 
-# Compare a collective with those of the other ranks. On success this thread keeps the agreement's turn until its
-# `end`, so that other threads of this rank wait with their collectives.
+# Compare a collective with those of the other ranks. On success this thread keeps the turn until it calls
+# `CollectiveCheck.end`: other threads of this rank wait with their collectives.
 cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection connection, Request request) except -1

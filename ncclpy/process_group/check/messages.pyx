@@ -5,15 +5,15 @@ writes into the store where its memory is, opens the peer's memory, and writes w
 answers. The groups' threads that check messages make this choice when the two ranks first have a message. Messages
 that are begun meanwhile wait for the outcome; the threads that begin them do not.
 
-Each message is identified by its channel and its number in the channel. Two ranks have these channels: the blocks from
-the lower rank to the higher one, the blocks from the higher to the lower, and each communicator that the two have had
-as a pair, in turn.
+Each message is identified by its channel and its number in the channel. Two ranks have these channels: one for
+messages of blocks from the lower rank to the higher one, one for messages of blocks from the higher to the lower, and
+one for each communicator that the pair has had (after a disconnect the pair gets another one).
 
-A call that begins a message must not wait: a ring in which all ranks receive first and send then is legal. So each of
-the two ranks tells the other what it brings, by channel and number, and returns. The rank that finds its peer's
-message already there launches at once, in its own call; on the rank that began first, a thread of the group launches
-the message, in order. Messages of a block use the communicator of all ranks, where the sends from one rank to another
-match the receives in their order; later operations on that communicator are held back with them.
+A call that begins a message must not wait: all ranks of a ring may receive first and send after that. So each of the
+two ranks tells the other what it brings, by channel and number, and returns. The rank that finds its peer's message
+already there launches at once, in its own call; on the rank that began first, a thread of the group launches the
+message, in order. Messages of a block use the communicator of all ranks. NCCL matches the sends and receives of two
+ranks on it in their order, so operations that are begun later on that communicator are held back too.
 """
 
 import functools
@@ -162,14 +162,14 @@ _log = logging.getLogger("ncclpy.process_group")
 #: Seconds between two reads of the peers' messages in the store: at first, and at most.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1e-3, 2e-3
 
-#: Seconds between two checks whether a communicator is made, as the limits of its requests count from then; and
-#: between two checks whether the group still exists.
+#: Seconds between two checks whether a communicator is made, since the limits of its requests count from that moment;
+#: and between two checks whether the group still exists.
 _MADE_CHECK_INTERVAL, _WANTED_CHECK_INTERVAL = 10e-3, 0.5
 
 #: Seconds after which the thread ends while nothing is held.
 _IDLE_TIME = 0.2
 
-#: Seconds that a thread waiting for a message polls for its match; then the group's thread does.
+#: Seconds that a thread waiting for a message polls for its match; after that only the group's thread looks for it.
 cdef double _POLL = 60e-6
 
 #: The thread is not woken for requests whose limit is at least this many seconds: their timeouts are noticed up to half
@@ -217,7 +217,7 @@ cdef class PendingMessages:
             if matching is None:
                 return False
             if own[1] == matching[1] or own[2:] != matching[2:]:
-                self.urgent = True  # the thread reports it; no peer will wake the thread for it
+                self.urgent = True  # the group's thread reports the mismatch, and no peer wakes that thread
                 return False
         for key, peer, _ in request.expected:
             (<PeerRoute>self.routes[peer]).forget(key)
@@ -289,14 +289,14 @@ cdef class PendingMessages:
         return 0
 
     cdef bint _expects(self):
-        """Have notes of the peers wake the thread from now on; return False if the thread has not made `rings` yet."""
+        """Let notes of the peers wake the group's thread; return False if that thread has not made `rings` yet."""
         cdef RingSet rings = self.rings
         if rings is not None:
             rings.expect(True)
         return rings is not None
 
     def ring(self):
-        """Wake the thread, if it has made its `rings` already."""
+        """Wake the group's thread, if it has made its `rings` already."""
         cdef RingSet rings = self.rings
         if rings is not None:
             rings.ring()
@@ -343,7 +343,7 @@ cdef class PendingMessages:
                 rings.wait(seen, left)
 
     def _tell(self, Lifecycle group, RingSet rings not None):
-        """Tell peers the messages that could not be told in their calls; return whether anything changed."""
+        """Tell peers the messages of this rank that they have not been told; return whether anything changed."""
         cdef PeerRoute route
         cdef int state
         cdef bint moved = False
@@ -402,14 +402,14 @@ cdef class PendingMessages:
             request = connection.held[0]
             if request.expected:
                 absent = self._first_absent(request, matches, stored)
-        if request.since == 0 and connection.state != MAKING:  # as for every operation, the limit counts from here
+        if request.since == 0 and connection.state != MAKING:  # it is made: the limit counts from here
             request.since = now()
         if request.expected:
             keys = [(<PeerRoute>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
             if absent is None and stored and not store.check(keys):
                 absent = [each for each, key in zip(stored, keys, strict=True) if not store.check([key])]
                 if not absent:
-                    return True  # it has arrived meanwhile
+                    return True  # the missing message has arrived meanwhile
                 absent = absent[0]
             if absent is not None:
                 if request.since == 0 or now() - request.since < request.limit:
@@ -465,7 +465,7 @@ cdef class PendingMessages:
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
         else:
-            text = text_of(error)  # for the others, without what all ranks do, which `fail` tells them as well
+            text = text_of(error)  # for the other ranks; `fail` tells them what all ranks do as well
             group.inquire(error)  # before the waiting threads see the error
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
@@ -549,7 +549,8 @@ cdef int serve_held(Lifecycle group) except -1:
 cdef int _end_all_uncompared(Lifecycle group, PendingMessages pending_messages, failure) except -1:
     """Fail all held requests.
 
-    Peers that were told of these may launch the matching messages, which would then match later ones of this rank.
+    Peers that were told of their messages may launch the matching ones, which NCCL would then match with later
+    messages of this rank.
     """
     cdef Connection one
     error = NcclError(
@@ -618,13 +619,13 @@ cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     cdef CollectiveCheck collective_check = group.collective_check
     cdef bint is_reported = error is collective_check.found
     # The group ends even with on_error="report" if a rank has called NCCL: its operation would stay on the device for
-    # good. What missing ranks do is not known.
+    # good.
     if group.on_error != "report" or (is_reported and collective_check.ends):
         group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_reported)  # its text says what all bring
         return 0
     group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), in_words=not is_reported)
     if not is_reported:
-        abort_in_background(connection.abort(error), text_of(error))
+        abort_in_background(connection.abort(error), text_of(error))  # the missing ranks may still call NCCL
     user_executor.submit(functools.partial(  # handlers of a logger are user code
         _log.error, "rank %d of process group %r continues, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),

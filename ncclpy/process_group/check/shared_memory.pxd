@@ -45,7 +45,7 @@ cdef enum:
 
 # A rank's message, as it is stored in shared memory.
 cdef struct Note:
-    uint64_t number  # in its ring, plus 1: published last, so that a note is read whole or not at all
+    uint64_t number  # in its ring, plus 1; written last, so that a note is read whole or not at all
     uint64_t place  # in its channel
     uint64_t count
     int channel
@@ -77,9 +77,9 @@ cdef class RingSet:
     cdef WakeupWord own_word  # stands in for `wakeup_word` if the rank has no shared memory
     cdef WakeupWord* wakeup_word
 
-    # What peers need to open it; empty if they cannot.
+    # What peers need to open this memory; empty if they cannot open it.
     cdef dict offered(self)
-    # How many times the rank was woken or got a note.
+    # The value of `changes`, which counts the times that the rank was woken or got a note.
     cdef int change_count(self) noexcept
     cdef void ring(self) noexcept
     # Sleep until `changes` differs from `seen`, for so many seconds at most.

@@ -9,10 +9,10 @@ can exchange messages before the other ranks have arrived. Pages that were never
 
 A note is valid once its number is written, which is written last: a process that is killed before that leaves no note.
 The memory of a process that has ended stays with the processes that have mapped it. Only threads that check held-back
-messages wait in it, and each of them has a reference meanwhile.
+messages sleep on words of the memory, and each of them has a reference to it meanwhile.
 
 The exchange has for each rank a ring of short notes by number. The rank writes one, with a digest, for every
-collective; a rank that is ahead of the others overwrites its oldest ones. The exchange also has two places for a
+collective; a rank that is ahead of the others overwrites its oldest notes. The exchange also has two slots for a
 rank's full notes, for the comparisons in which the rank waits. Two are enough: the rank reaches the comparison after
 the next one only when all other ranks are at the next one, and so have finished this one.
 """
@@ -52,7 +52,7 @@ def create_memory(name, length):
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, length)
-        # A process that reads memory which another process has cut off is killed (SIGBUS).
+        # A process that reads beyond the end of a file is killed (SIGBUS), so no process may shorten this one.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         token = secrets.token_bytes(TOKEN)
         os.pwrite(fd, token, 0)
@@ -73,7 +73,7 @@ def reopen(pid, fd, token, length):
     own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(own)
-        # In another container the pid and the descriptor may mean other ones.
+        # In another container the pid may be another process's, and the descriptor another file.
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
         if not is_ours or os.pread(own, TOKEN, 0) != token:
             raise OSError(f"descriptor {fd} of process {pid} is not the group's")
@@ -202,7 +202,7 @@ cdef class RingSet:
     cdef void leave(self, int seen) noexcept:
         cdef WakeupWord* wakeup_word = self.wakeup_word
         add(&wakeup_word.watchers, -1)
-        if word_of(&wakeup_word.changes) != seen:  # a peer that saw this watcher has woken no sleeper
+        if word_of(&wakeup_word.changes) != seen:  # peers that saw this watcher have woken no sleeper
             _ring(wakeup_word)
 
     cdef void expect(self, bint expects) noexcept:
@@ -293,12 +293,12 @@ cdef enum:
 cdef double _SPIN = 60e-6
 
 cdef struct _ShortNote:
-    uint64_t number  # plus 1; 0 while it is written
+    uint64_t number  # the collective's number plus 1; 0 while the note is written
     uint64_t digest
     uint64_t how
 
 cdef struct _FullNote:
-    uint64_t number  # plus 1
+    uint64_t number  # as in `_ShortNote`
     uint64_t length
 
 cdef struct _Head:
@@ -308,7 +308,7 @@ cdef struct _Head:
 
 
 cdef size_t _note_bytes(size_t size):
-    """Return how many bytes a whole note may have: space for two messages and one part count per rank."""
+    """Return how many bytes a full note may have: space for two messages and one part count per rank."""
     return 4096 - sizeof(_FullNote) + 64 * size
 
 
@@ -378,7 +378,7 @@ cdef class SharedExchange:
         return <_FullNote*>(<char*>self.short_note_of(rank, 0) + _RING * sizeof(_ShortNote) + which * place)
 
     def put(self, uint64_t number, bytes calls not None, bytes note, bint has_messages):
-        """Write this rank's note for a collective; with a whole note the rank waits for the others there."""
+        """Write this rank's short note for a collective and, if the rank waits for the others, the full `note`."""
         cdef _ShortNote* short_note = self.short_note_of(self.rank, number)
         cdef _FullNote* full_note
         if note is not None:
@@ -457,8 +457,8 @@ cdef class SharedExchange:
     def brought(self, uint64_t number):
         """Return what each rank brings.
 
-        That is its note, empty if it was too long; the digest of its calls if it did not wait; None if it is too far
-        ahead; False if it is missing or has left.
+        That is its full note, empty if it was too long; the digest of its calls if the rank did not wait; None if the
+        rank is so far ahead that the note is overwritten; False if the rank is missing or has left.
         """
         cdef _ShortNote* short_note
         cdef _FullNote* full_note
@@ -491,7 +491,7 @@ cdef class SharedExchange:
         return [rank for rank in range(self.size) if load_shared(&self.short_note_of(rank, number).number) < number + 1]
 
     def too_long(self, bytes note not None):
-        """Return whether a note is longer than its place."""
+        """Return whether a full note is longer than its slot."""
         return <size_t>len(note) > _note_bytes(self.size)
 
     def close(self):

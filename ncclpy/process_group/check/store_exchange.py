@@ -53,7 +53,7 @@ class StoreExchange:
         self._notes: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._wanted: set[int] = set()
         self._lock = threading.Lock()
-        self._asked = 0  # how many questions this rank has seen
+        self._asked = 0  # how many questions of all ranks this rank has read
         self._since: tuple[int, float] = (-1, 0.0)
         self._last: str | None = None
         self._before: str | None = None
@@ -69,7 +69,7 @@ class StoreExchange:
         return f"check/{number}/{rank}"
 
     def put(self, number: int, calls: bytes, note: bytes | None, has_messages: bool) -> None:
-        """Set this rank's note for a collective, where it then waits; without one, remember the calls."""
+        """Set this rank's note for a collective in which it waits; without a note, remember the calls."""
         if note is None:
             with self._lock:
                 self._notes[number] = calls
@@ -107,7 +107,7 @@ class StoreExchange:
                 self._ask(number)
                 self._since = (-1, self._since[1])
             return _WAITS
-        if self._before is not None:  # all ranks are here, and so have read the note before
+        if self._before is not None:  # all ranks are at this collective, so all have read the previous note
             self.store.delete(self._before)
             self._before = None
         mine = self._there[self.rank]
@@ -128,7 +128,7 @@ class StoreExchange:
         return [rank for rank in range(self.size) if not self.store.check([self.key(number, rank)])]
 
     def too_long(self, note: bytes) -> bool:
-        """Return whether a note is longer than its place; never in a store."""
+        """Return whether a note is too long for the exchange; never in a store."""
         return False
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class StoreExchange:
                 with self._lock:
                     calls = self._notes.get(number)
                     if calls is None:
-                        self._wanted.add(number)  # this rank is not there yet
+                        self._wanted.add(number)  # this rank has not reached the collective yet
                 if calls is not None:
                     self.store.compare_set(self.key(number, self.rank), None, _PASSED + pack(calls, ()))
             except NcclTimeout:

@@ -27,7 +27,7 @@ cdef object with_end(object words, cut, str after)
 # A copy of an error with another sentence at its end; the error itself if it has the sentence already.
 cdef object with_sentence(object error, str sentence)
 
-# The same in place, for an error that only the caller refers to.
+# Add a sentence to the end of an error in place; only the caller may refer to the error.
 cdef int add_sentence(object error, str sentence) except -1
 
 # What an error says, as a str or a LazyText.
@@ -57,7 +57,7 @@ cdef class LaunchGroup:
 # The owner of the communicators that a launch runs on.
 cdef class LaunchOwner:
     cdef bint report_only  # a failure is only reported: nothing is aborted
-    cdef bint self_aborting  # it aborts the communicators itself, after the other ranks have been told, or not at all
+    cdef bint self_aborting  # the owner aborts the communicators itself, once the other ranks have been told, or never
     cdef int launch_done(self, LaunchGroup launch) except -1
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1
 

@@ -325,7 +325,7 @@ cdef class LaunchOwner:
 cdef class SetOwner:
     """What a set of communicators reports to its owner.
 
-    Called by `CommunicatorSet`, implemented by the Manager.
+    Called by `CommunicatorSet`, implemented by the Manager and by process groups.
     """
 
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
@@ -343,11 +343,11 @@ cdef class SetOwner:
 cdef class Awaited:
     """What a work waits for before it is launched.
 
-    Called by `work`, implemented by the Manager's gatherings.
+    Called by `work`, implemented by the Manager's gatherings and by process groups.
     """
 
     cdef str missing(self):
-        """Return which participants are missing. In a thread that waits for the work, under no lock; may show keys."""
+        """Return what is missing, in words. In a thread that waits for the work, under no lock; it may show keys."""
         raise NotImplementedError
 
     cdef int may_wait(self) except -1:
@@ -452,7 +452,7 @@ cdef extern from "sched.h" nogil:
 _log = logging.getLogger("ncclpy")
 
 # How long a task may take before another thread leads: longer than a task may wait for the GIL, since a change of
-# thread disturbs the order of tasks. It grows with the number of threads, up to twice that: the machine may be slow.
+# thread disturbs the order of tasks. It grows with the number of threads, up to `_MAX_GRACE`: the machine may be slow.
 cdef double _GRACE = 0.05
 cdef double _MAX_GRACE = 0.1
 
@@ -474,7 +474,7 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 cdef double _POLL = 1.0
 cdef double _POLL_ON_HOST = 1e-3  # the operation and the program's own work need the cores
 
-# How long a woken thread spins for the monitor, which has woken it, to release the GIL: to wait for the GIL would be
+# How long a thread that the monitor has woken spins until the monitor releases the GIL: to wait for the GIL would be
 # one more sleep.
 cdef double _YIELD = 50e-6
 
@@ -495,7 +495,7 @@ cdef list _inherited = []  # in a forked child, the parent's queues: to drop the
 cdef void wake_monitor() noexcept nogil:
     """Wake the monitor if it sleeps on `wakeups`."""
     add(&wakeups, 1)
-    if load(&listening):  # a wake without a sleeper is a system call too
+    if load(&listening):  # without a sleeper, save the system call
         wake(&wakeups)
 
 

@@ -62,7 +62,7 @@ class _Writer(FailureListener):
         """Reset to no thread and no requests, also in a forked child."""
         self.nranks = 0  # of the largest communicator or process group so far
         self.ranks: set[int] = set()  # of this process in communicators and groups of that size
-        # When, whether a group has ended, class and text of the error.
+        # For each: when it is due, whether a group has ended, class and text of the error.
         self.requests: collections.deque[tuple[float, bool, str, object]] = collections.deque()
         self.signals = callbacks.signals()  # how many SIGUSR2 were answered
         self.written = -inf  # when the last dump was written
@@ -83,7 +83,7 @@ class _Writer(FailureListener):
         return 0
 
     def note_rank(self, nranks: int, rank: int) -> int:
-        """Note a communicator or a group of so many ranks, in which this process has that rank."""
+        """Note that this process has a rank in a communicator or a group of so many ranks."""
         if nranks > self.nranks:
             self.nranks, self.ranks = nranks, set()
         if nranks == self.nranks:

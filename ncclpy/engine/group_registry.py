@@ -23,13 +23,13 @@ __all__ = ["GroupInfo", "KnownGroup", "elsewhere", "note_communicator", "note_gr
 #: How many failed groups are kept.
 _MAX_FAILED = 50
 
-# Weak: an entry goes with its group, also with a group that was never complete.
+# Weak: an entry is freed with its group, even if the group was never complete.
 _entries: weakref.WeakValueDictionary[int, GroupInfo] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_MAX_FAILED)
 
 
 class GroupInfo:
-    """A communicator or group, of which a rank of this process may be in an operation.
+    """A rank of this process in a communicator or group, in an operation of which the rank may be.
 
     Parameters
     ----------

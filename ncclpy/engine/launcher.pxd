@@ -53,7 +53,7 @@ cdef struct Batch:
     const int* borrowed  # the lanes that were borrowed for the batch
     size_t nborrowed
     CallBatch calls  # the calls and their results
-    CUresult driver  # result of the driver calls around them
+    CUresult driver  # result of the driver's calls around those of NCCL
 
 
 cdef class Launch(LaunchGroup):
@@ -88,7 +88,7 @@ cdef Launch new_launch(LaunchOwner owner)
 # Make the calls of a launch that this thread has borrowed lanes for; nothing for None. Under no lock.
 cdef void launch_here(Launch launch) noexcept
 
-# Divide parts, sorted by lane, into batches; return the job and the lane of each.
+# Divide parts, sorted by lane, into batches; store the job and the lane of each, and return how many there are.
 cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0
 
 # Put all parts, sorted by communicator, into one batch.

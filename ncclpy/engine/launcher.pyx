@@ -464,7 +464,7 @@ cdef class Launch(LaunchGroup):
             push_jobs(jobs, self.lanes, nlanes)
             return None
         self.whole.borrowed, self.whole.nborrowed = self.lanes, nlanes
-        self.whole.calls.watched = True  # for Ctrl-C; the monitor watches what is stuck on the device
+        self.whole.calls.watched = True  # for Ctrl-C; without marks, since the monitor watches the device
         return self
 
     cdef size_t _find_lanes(self) except 0:
@@ -602,7 +602,7 @@ def _abort(handles, reason, others):
             abort_handles(handles, ABORT_DEADLINE, reason)
         for thread in others:
             thread.join()
-    except Exception:  # no thread takes this one's exceptions
+    except Exception:  # it would end unseen in this thread
         _log.warning("aborting %s failed (%s)", handles, reason, exc_info=True)
 
 
@@ -619,9 +619,9 @@ cdef class CommunicatorSet(LaunchOwner):
     Parameters
     ----------
     owner : SetOwner
-        It is told when they are made and when they are lost.
+        Told when the communicators are made and when they are lost.
     key : hashable
-        The owner finds the set by it.
+        The key of the set in the owner's cache.
     devices : tuple of int
         The local devices, in the order of their ranks.
     ranks : tuple of int
@@ -655,7 +655,7 @@ cdef class CommunicatorSet(LaunchOwner):
         Parameters
         ----------
         unique_id : bytes
-            Of the communicators; empty if all ranks are here: then one is made.
+            Of the communicators; empty if all ranks are in this process: then the thread makes one.
         config : Config or None
             NCCL's configuration.
         """
@@ -671,7 +671,7 @@ cdef class CommunicatorSet(LaunchOwner):
                 for rank, device in zip(self.ranks, self.devices, strict=True):
                     comm = Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True)
                     made.append(comm)
-                    (<Communicator>comm).site = self.site  # the line found by itself is one of this thread
+                    (<Communicator>comm).site = self.site  # instead of a line of this thread
                     self.name = (<Communicator>comm).group_name
                 self.begun = made
                 if self.state == GONE:  # the abort came before `begun` was set, and so did not include them
@@ -682,7 +682,7 @@ cdef class CommunicatorSet(LaunchOwner):
         self.begun = []
 
     cdef list ready(self, list comms, list streams):
-        """Take over the communicators and their streams; return the works that waited, for the caller to drop."""
+        """Take over the communicators and their streams; return what waited for them, for the caller to release."""
         self.comms, self.streams = comms, streams
         self.kept = (comms, streams)
         self.state = MADE
@@ -701,7 +701,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return launch
 
     cdef Launch start(self, Launch launch, const Operation* operation, bint here):
-        """Start a launch of such an operation on all devices; in this thread only if a similar one has run here.
+        """Start a launch of an operation on all devices; in this thread only if one of its signature has run before.
 
         NCCL connects ranks at the first use of an algorithm and then waits for all of them: only a lane may wait.
         """
@@ -712,7 +712,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return self._place_with(signature, signature) != NULL
 
     cdef int learn(self, unsigned long long signature) noexcept:
-        """Remember a signature of a launch that has run here; in a full table it replaces another."""
+        """Remember the signature of a launch that has run; in a full table it replaces another."""
         cdef unsigned long long* place = self._place_with(signature, 0)
         while place == NULL and self._grow():
             place = self._place_with(signature, 0)
@@ -766,7 +766,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return 0
 
     cdef int believe(self, int seen) except -1:
-        """Report ends as success again: no communicator had ended when this process had stopped `seen` times."""
+        """Report ends as success again: no rank had ended the communicators after the first `seen` stops."""
         cdef Communicator comm
         for comm in self.comms:
             believe(comm, seen)
@@ -797,7 +797,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return works
 
     cdef int tell_readers(self, set readers, object error) except -1:
-        """Raise an error in such threads, but not in the calling one, before it aborts the communicators."""
+        """Raise an error in `readers`, except in the calling thread, which aborts the communicators after that."""
         readers.discard(threading.get_ident())
         raise_in_readers(readers, 0, error, error._informed)
         return 0

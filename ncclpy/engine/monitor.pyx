@@ -89,7 +89,7 @@ cdef bint _is_row_awaited(StreamWorks* row, size_t most) noexcept nogil:
 
 
 cdef bint _is_deferred(StreamWorks* row, double moment) noexcept nogil:
-    """Return whether a stream is not queried yet: a query starts a thread for it, but a waiting caller may run it."""
+    """Return whether to query a stream later: a query starts its thread, while a waiting caller could run the work."""
     return (
         moment - (<Work>row.works.front().work).entry.launched < _COLLECT_TIME and not _is_row_awaited(row, 1)
     )
@@ -102,7 +102,7 @@ cdef void _wake(void* nothing) noexcept nogil:
 cdef double request_wakeup(Rows* rows, double moment) noexcept nogil:
     """Have the host engine wake the monitor at the end of works, since polling uses the cores that run the operations.
 
-    On each stream it is called at the end of the first work that `is_urgent`, or else of the last work: each
+    On each stream the engine wakes it at the end of the first work that `is_urgent`, or else of the last work: each
     check takes a core from the threads that run the operations, for which all ranks wait. A thread that sleeps in the
     engine until a work has ended completes the work itself.
 
@@ -181,7 +181,7 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are checked while works are in flight.
 cdef double _ROUND = 0.02
 
-# How long a work that was not launched, since an earlier call failed, waits for that call's error to end it.
+# How long a work that was not launched because an earlier call failed waits until that call's error ends it.
 cdef double _CAUSE_PATIENCE = 4.0
 
 # On GPUs, how long a completed work that no thread awaits may wait while launches follow each other faster than
@@ -222,7 +222,7 @@ cdef struct Shared:
     bint stop
 
 
-# What is done with the GIL, at some moment. The GIL guards it.
+# What the monitor has yet to do with the GIL. The GIL guards it.
 @cython.final
 cdef class _Agenda:
     cdef object unlaunched  # works with a deadline that were not launched, in launch order
@@ -595,7 +595,7 @@ cdef int _check_unsettled() except -1:
     unsettled, _agenda.unsettled = _agenda.unsettled, []
     for work in unsettled:
         if not work.is_settled():
-            # After a failed launch the event looks like a success here.
+            # Nothing but `failing` shows here that a launch has failed: its work must not be settled as a success.
             if work.failing != NOT_FAILING or (not _check_health(work) and work.is_doubted()):
                 _agenda.unsettled.append(work)
                 continue
@@ -661,7 +661,7 @@ cdef int _start_deadline(StreamWorks* row, double moment) except -1:
     if work.relative_limit == 0:
         return 0
     behind = event != NULL and not _is_passed(event)
-    work.entry.set_blocked(behind)  # the event was queried anyway, so that calls need no query for it
+    work.entry.set_blocked(behind)  # at no cost: the event was queried anyway
     if behind:
         return 0
     first.limit = work.limit = moment + work.relative_limit

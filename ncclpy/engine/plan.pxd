@@ -12,7 +12,7 @@ cdef class Recorded:
     cdef Part* parts
     cdef Batch* batches
     cdef size_t count
-    cdef bint recorded  # a recording has ended well; it may have made no call, as those without a peer make none
+    cdef bint recorded  # a recording has ended without an error, perhaps without operations (as of a send to no peer)
     cdef size_t nbatches
     cdef Batch whole  # all parts as one group, for a launch in the calling thread
     cdef ncclpy_job** jobs  # of the batches
@@ -24,12 +24,12 @@ cdef class Recorded:
     cdef list operators  # custom operators in use: once one is closed, NCCL reuses its number
     cdef list windows  # targets of puts
     cdef list streams  # `Stream` objects in use, to detect that one was closed
-    cdef list waits  # (handle, stream, seconds) for CPU memory: the data must be there when a launch returns
+    cdef list waits  # (handle, stream, seconds) for CPU memory: its results must be ready when a launch returns
     cdef object __weakref__
 
     # Take over the operations of a recording.
     cdef int take(self, Group group) except -1
-    # Raise if something that they need is not there any more.
+    # Raise if something that the plan needs was closed or aborted.
     cdef int check(self) except -1
     # Take the mutex, within `limit` seconds; -1 means the shortest deadline of the communicators.
     cdef int take_turn(self, str what, double limit) except -1

@@ -323,7 +323,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                     with nogil:
                         handle.lock()
                         what.sequence = handle.sequence
-                        if handle.status.is_noting:  # so on all ranks or on none
+                        if handle.status.is_noting:  # on all ranks or on none, so their sequence numbers stay equal
                             handle.sequence += 1
                             handle.note(&what)
                         self.replays[i].mark = handle.enter_call(&what, handle.limit)
@@ -335,7 +335,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         cdef Handle handle
         cdef size_t i
         for i in range(self.count):
-            if self.replays[i].watched != NULL:  # also without a mark: the call has ended
+            if self.replays[i].watched != NULL:  # also without a mark: `leave_call` notes that the call has ended
                 handle = <Handle>self.replays[i].watched
                 with nogil:
                     handle.lock()
@@ -344,13 +344,14 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         return 0
 
     def _let_go(self):
-        """Destroy the graphs, since an abort waits for that; launches in progress get a little time to end."""
+        """Destroy the graphs for an abort, which waits for that; launches in progress get a little time to end."""
         self._close(now() + _PATIENCE)
 
     def launch(self):
         """Launch the graphs of all devices.
 
-        As with `Plan.launch`, the graphs are enqueued when it returns; data in CPU memory without a stream are there.
+        As with `Plan.launch`, the graphs are enqueued when it returns; results in CPU memory are ready then if no
+        stream was given for them.
         """
         cdef size_t i
         cdef CUcontext saved = NULL
@@ -589,7 +590,7 @@ Record a group of operations once and launch it many times.
     def launch(self, *, timeout=None):
         """Make the recorded calls.
 
-        They are enqueued when it returns; with arrays in CPU memory and no stream given, their data are there.
+        They are enqueued when it returns; results in CPU memory are ready then if no stream was given for them.
 
         Parameters
         ----------
@@ -735,9 +736,10 @@ Record a group of operations once and launch it many times.
     def capture(self):
         """Return a `Graph` that makes the recorded calls as CUDA graphs, one for each device.
 
-        Each device's operations must be on one stream; the graph is launched on it. For arrays in CPU memory without
-        a stream it has one of its own. From then on NCCL orders other calls on these communicators with the graph's,
-        which makes each some microseconds slower: where that matters, give graphs communicators of their own.
+        Each device's operations must be on one stream, on which its graph is launched. For arrays in CPU memory
+        without a stream, the graph has a stream of its own. From then on NCCL orders other calls on these
+        communicators with the graph's, which makes each some microseconds slower: where that matters, give graphs
+        communicators of their own.
 
         Raises
         ------

@@ -495,10 +495,10 @@ def record_all(enabled=True):
 
     They are recorded when they are made, each alone or at the end of a group; launches of plans and graphs are not.
     An entry has the line of the program that made the call (the error of a failed call names it too); the name of the
-    communicator, the same on all ranks (ranks that `join` a grown one have another); and the number of the call on it,
-    which counts unrecorded calls too. It is ``"pending"`` during the call of NCCL (its number may then be too small,
-    if several threads call at once), ``"completed"`` if the call has waited for data in CPU memory, ``"failed"`` with
-    the error, and otherwise ``"called"``: whether the device is done is not checked.
+    communicator, the same on all ranks (but another on ranks that `join` a grown communicator); and the number of the
+    call on the communicator, which counts unrecorded calls too. It is ``"pending"`` during the call of NCCL (its
+    number may then be too small, if several threads call at once), ``"completed"`` if the call has waited for data in
+    CPU memory, ``"failed"`` with the error, and otherwise ``"called"``: whether the device is done is not checked.
 
     Parameters
     ----------
@@ -604,7 +604,7 @@ def add_gatherer(gatherer):
 
 
 def remove_gatherer(gatherer):
-    """Undo `add_gatherer`; in a forked child that has happened already."""
+    """Undo `add_gatherer`; a forked child has no gatherers of its parent."""
     if gatherer in _gatherers:
         _gatherers.remove(gatherer)
 

@@ -66,7 +66,7 @@ def _end_of_process() -> None:
     """Write the undelivered errors, behind the program's own output, and change the exit status."""
     failed: dict[str, BaseException] = {}
     for name, errors in _noted.values():
-        # SystemExit: the end of Python has ended the operation's own thread, and no program would read its result.
+        # SystemExit: Python's end has raised it in the operation's own thread; no program would read that result.
         if (error := undelivered(errors)) is not None and not isinstance(error, SystemExit):
             failed.setdefault(name, error)
     if not failed:

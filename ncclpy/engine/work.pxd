@@ -33,8 +33,8 @@ cdef int fence(Handle handle) except -1
 cdef int believe(Handle handle, int seen) except -1
 
 
-# Have a work fail with the error of its launch; if `watched` is NULL, with its communicator's `result`; if that is
-# success, since its deadline has passed. It runs compiled code only.
+# Have a work fail with the error of its launch; if `watched` is NULL, with its communicator's `result`; if `result` is
+# success, because its deadline has passed. It runs compiled code only.
 cdef int start_failing(Work work, const Watched* watched, ncclResult_t result) except -1
 cdef object failing_task(Work work, const Watched* watched, ncclResult_t result)
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept
@@ -68,7 +68,7 @@ cdef class Work:
     cdef Handle handle  # until it is settled
     cdef object held  # the input, until the device is done with it; `output` holds the other buffer
     cdef object output
-    cdef object maker  # makes the result where it is made on demand; several threads may call it
+    cdef object maker  # makes a result that is made on demand, else None; several threads may call it
     cdef object error
     cdef list callbacks
     cdef LaunchGroup launch  # the launch that it is part of, until the monitor releases the work
@@ -78,7 +78,7 @@ cdef class Work:
     cdef bint released_early  # whether its arrays were released while it runs
     cdef bint dropped_by_monitor  # only the user has a reference: the monitor's was given up early, see `release_early`
     cdef bint has_listeners  # whether users have added callbacks, which may ask for the result
-    # Threads to which its failure is reported: the last one that let a stream wait for it, and the last one that waits
+    # Threads that learn of its failure: the last one that let a stream wait for it, and the last one that waits for it
     # itself.
     cdef unsigned long reader, waiter
     cdef set other_readers  # threads that let a stream wait for it before the last one, None if there are none

@@ -53,7 +53,7 @@ from ncclpy.engine.callbacks import ADVICE, OUTCOME_ABORTED, OUTCOME_CONTINUES
 from ncclpy.errors import NcclAborted, NcclTimeout, NcclUnsupported, deliver, not_copied, seconds
 
 
-# At index 2 * device, plus one for events that measure time. The GIL guards them.
+# Unused events of each device: at index 2 * device, plus one for events that measure time. The GIL guards them.
 cdef vector[vector[CUevent]] _free
 
 
@@ -90,8 +90,8 @@ cdef int give_event(int device, bint timing, CUevent event) except -1:
 # Other ranks wait for a silent rank for at least a second. A process that was stopped for half of that asks the store.
 cdef double _STOPPED_AFTER = 0.5
 
-# How often the monitor runs, even with nothing in flight: an operation launched after a stop may depend on an abort
-# during it.
+# How often the monitor runs, even with nothing in flight, to notice that the process was stopped: an abort during the
+# stop may affect an operation that is launched after it.
 cdef double _TICK_INTERVAL = 0.2
 cdef int stops = 0
 cdef double _last_tick = 0  # when the monitor last ran; 0 while no communicator needs that
@@ -167,7 +167,7 @@ cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
 
 
 cdef int start_failing(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail: by its launch; if `watched` is NULL, by its communicator's result; else by its deadline."""
+    """Have a work fail, by its launch (`watched`), its communicator (`result`) or, without either, its deadline."""
     task = failing_task(work, watched, result)
     if task is not None:
         internal_executor.submit(task)
@@ -275,8 +275,8 @@ cdef double _POLL = 100e-6
 cdef double _SLOW_POLL = 1e-3
 cdef double _SLOW_POLL_INTERVAL = 10e-6
 
-# How long a wait runs the operation itself, where that is possible, before it leaves it to the stream's thread: a
-# signal, or the work's failure, must be able to interrupt it in time.
+# How long a waiting thread runs the operation itself, where that is possible, before it leaves the operation to the
+# stream's thread: a signal, or the work's failure, must be able to end the wait in time.
 cdef double _HELP_SLICE = 1e-3
 
 # How long a wait sleeps before Python's signal handlers may run; shorter where it does the monitor's work as well, and
@@ -285,7 +285,7 @@ cdef double _SLICE = 0.1
 cdef double _SHORT_SLICE = 200e-6
 cdef double _ENGINE_SLICE = 20e-3
 
-# How long a wait that is over stays for the end of its communicator, which settles the work in seconds.
+# How long a wait continues after its timeout if the communicator is being ended, which settles the work in seconds.
 cdef double _END_TIMEOUT = 60.0
 
 
@@ -322,7 +322,7 @@ cdef bint _is_last(PyObject* value) noexcept:
 
 
 cdef bint _all_reused(object arrays, object skipped) except -1:
-    """Return whether all of these arrays are reused in stream order: arrays, None, or lists. `skipped` is left out."""
+    """Return whether an array, or each array of nested lists, is reused in stream order, apart from `skipped`."""
     cdef View view
     if arrays is None or arrays is skipped:
         return True
@@ -333,7 +333,7 @@ cdef bint _all_reused(object arrays, object skipped) except -1:
         return True
     try:
         read_view(arrays, &view, "array")
-    except Exception:  # it could be read at first; keep an array that has changed
+    except Exception:  # the array could be read when the operation began, and has changed: keep it
         return False
     return is_reused_in_order(&view)
 
@@ -390,7 +390,8 @@ What an asynchronous operation returns.
     cdef int settle(self, object error) except -1:
         """Settle the work, with an error or None; later calls change nothing.
 
-        It runs no code of users: any thread may call it, under any lock. `tidy` should follow where that may run.
+        It runs no code of users: any thread may call it, under any lock. `tidy` should follow where users' code may
+        run.
         """
         cdef LaunchGroup launch
         cdef float milliseconds
@@ -434,7 +435,7 @@ What an asynchronous operation returns.
     cdef object failure(self, bint informs=True):
         """Return its error, with where this operation was called, or None; in a thread that may run Python.
 
-        With `informs` the program is given it in this thread.
+        With `informs`, note that this thread is given the error.
         """
         error = self.error
         if error is None:
@@ -698,10 +699,10 @@ What an asynchronous operation returns.
             ended = self._wait_for(COMPLETED, deadline_after(seconds))
         finally:
             self.waiter = 0  # it may read by a stream from here on
-        if not ended and self._is_fenced():  # it was no reader to tell if these were noted before
+        if not ended and self._is_fenced():  # the readers to tell may be noted already, without this waiting thread
             ended = self._wait_for(COMPLETED, deadline_after(_END_TIMEOUT))
         if not ended:
-            state, awaited = self.state, self.awaits  # showing a key may settle it and drop these
+            state, awaited = self.state, self.awaits  # now: showing a key may settle the work, which changes both
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
             error = NcclTimeout(self.with_name(f"is {state} after {seconds:.3g} s{missing}"))
             add_sentence(error, where_called(self.entry))
@@ -760,7 +761,7 @@ What an asynchronous operation returns.
         cdef CUcontext saved
         self._wait_for(LAUNCHED, FOREVER)
         if load(&self.phase) == LAUNCHED:
-            saved = enter_device(self.device)  # it has the default stream that is meant
+            saved = enter_device(self.device)  # a default stream means that of this device
             with nogil:
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
@@ -855,7 +856,7 @@ What an asynchronous operation returns.
         made.set_running_or_notify_cancel()
 
         def copy(Work work):
-            error = work.failure(False)  # the program is given it by the future
+            error = work.failure(False)  # the future gives the error to the program
             if error is not None:
                 made.set_exception(error)
             else:

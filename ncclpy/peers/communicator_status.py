@@ -26,7 +26,7 @@ __all__ = ["CommunicatorStatus"]
 
 _T = TypeVar("_T")
 
-#: Seconds after the end of a process before the communicator ends, if an operation waits: it may still complete.
+#: Seconds after the end of a process before the communicator ends, if an operation waits: the operation may complete.
 _GRACE = 0.7
 
 
@@ -84,7 +84,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
 
     def _look(self, rank: int) -> dict[str, Any]:
         owner = self._owner()
-        if owner is None:  # a destructor could not have told that
+        if owner is None:  # it was dropped, which its destructor could not tell the others
             return {"current": None, "finished": None, "since": None, "closed": True}
         return self._status_of_owner(owner, rank)
 

@@ -1,8 +1,8 @@
 """Confirmations: ranks tell each other that they know of the end of a group, before any of them aborts its
 communicators.
 
-A rank that has confirmed believes no end of an operation that it sees from then on (engine.work): an abort of another
-rank may be what has ended it, with wrong data.
+A rank that has confirmed takes no operation that ends from then on for successful (engine.work): an abort of another
+rank may have ended the operation, with wrong data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _python_ends = threading.Event()
 atexit.register(_python_ends.set)
 #: Seconds to wait for the write of the end to the store, before the wait for confirmations begins.
 TELL_TIMEOUT = _LIVE_PATIENCE
-#: Seconds for which a process that is about to end waits until the others know of the end that it tells.
+#: Seconds for which a process that is about to end waits until the other ranks know of the group's end that it tells.
 EXIT_PATIENCE = 1.0
 #: The ends that this process is telling, see `Confirmation.begin`.
 _ends: set[Confirmation] = set()
@@ -52,9 +52,9 @@ class Patience:
     """How long ranks that have not confirmed are waited for.
 
     There is no wait for a rank whose process has ended. The wait for a stopped rank ends when one stop, without a
-    break, has lasted a second: a rank that continues after it asks before it believes an end (`engine.work`). After
-    shorter stops a rank does not ask, so a series of them does not count as one. The wait for another rank ends when
-    that rank has run for five seconds.
+    break, has lasted a second: a rank that continues after such a stop asks before it takes an operation for
+    successful (`engine.work`). After shorter stops a rank does not ask, so a series of them does not count as one. The
+    wait for another rank ends when that rank has run for five seconds.
 
     Parameters
     ----------
@@ -119,11 +119,11 @@ class Confirmation:
         self._begun = 0.0  # when this process has confirmed
 
     def begin(self) -> None:
-        """Note that this process tells an end, before the program sees it; a wait for the others ends the note."""
+        """Note in `_ends` that this process tells an end, before the program sees it; `wait_shortly` ends the note."""
         _ends.add(self)
 
     def confirm(self) -> None:
-        """Tell that this process knows of the end, and believes in no operation that completes from now on."""
+        """Tell that this process knows of the end, and takes no operation that ends from now on for successful."""
         self._begun = time.monotonic()
         with contextlib.suppress(StoreError, NcclTimeout):
             for rank in self._own:

@@ -70,7 +70,7 @@ class Heartbeats:
     store
         The part of a store that belongs to the group.
     own, size
-        The ranks of this process, and the number of all ranks. The first of them beats for all.
+        The ranks of this process, the first of which beats for all of them; and the number of all ranks.
     processes
         The processes of the ranks of this machine, whose ends the operating system reports.
 
@@ -87,7 +87,7 @@ class Heartbeats:
         self._native: StatusPublication | None = None
         self._over = threading.Event()
         self._begun = False
-        self._all_have_made = False  # all ranks
+        self._all_have_made = False  # whether all ranks have made the group
         self._waited_for: object = None  # at the last look
         self._count, self._due = 0, 0.0
         self._readings: dict[int, _BeatReading] = {}
@@ -140,7 +140,7 @@ class Heartbeats:
         if self._begun and self._native is None:
             self._count += 1
             self._store.set(self._key, b"%g %d" % (max(self._environment_timeout, _SILENCE_OF_PYTHON), self._count))
-        if self._over.is_set():  # meanwhile
+        if self._over.is_set():  # closed meanwhile: delete the key again
             self.close()
 
     def _count_made(self) -> None:
@@ -197,7 +197,7 @@ class Heartbeats:
 
     @staticmethod
     def key(rank: int) -> str:
-        """Return the key that the process of a rank counts up, if this is the first of its ranks."""
+        """Return the key that the process of a rank increments, if the rank is the first one of its process."""
         return f"{_BEAT_PREFIX}{rank}"
 
 

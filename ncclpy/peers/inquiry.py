@@ -21,7 +21,7 @@ _log = logging.getLogger("ncclpy.peers")
 _ANSWER_TIMEOUT = 3.0
 
 Answer = tuple[str | None, tuple[RankState, ...] | None]
-#: Finds out what all ranks do; called with the operation that this rank is in, and whether each failure is its own.
+#: Finds out what all ranks do; called with the operation that this rank is in, and `alone` of `Inquiries`.
 Inquire = Callable[[OperationInfo | None, bool], Answer]
 
 
@@ -58,7 +58,7 @@ class Inquiries:
 
     def __init__(self, inquire: Inquire, alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:
         self._inquire, self._alone, self._asker, self._stopped_here = inquire, alone, asker, stopped_here
-        self._current: dict[str, _Inquiry] = {}  # no lock: a signal handler may ask in the middle of this
+        self._current: dict[str, _Inquiry] = {}  # no lock: a signal handler may interrupt `ask` and call it
 
     def ask(self, look: Callable[[], dict[str, Any]]) -> Answer:
         """Return what all ranks do, in a sentence and as data, or None for either.
@@ -76,10 +76,10 @@ class Inquiries:
                 subject = None if current is None else OperationInfo(**current)
                 question = self._inquire, subject, self._alone, self._asker
                 threading.Thread(target=new.ask, args=question, name="ncclpy-ask", daemon=True).start()
-            except Exception:  # no thread can be started, say
+            except Exception:  # for example, no thread can be started
                 _log.warning("%s could not ask what the others do", self._asker, exc_info=True)
                 new.done.set()
-            except BaseException:  # of a signal handler
+            except BaseException:  # raised by a signal handler
                 new.done.set()
                 raise
         answered = inquiry.done.wait(_ANSWER_TIMEOUT)

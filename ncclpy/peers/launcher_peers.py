@@ -35,8 +35,8 @@ _log = logging.getLogger("ncclpy.peers")
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _SILENT_STORE_PAUSE = 10.0
 #: Seconds since its last question after which a rank, which may have been stopped, asks the store whether the
-#: communicator has ended meanwhile; until it knows it believes no completed operation. The others wait a second for a
-#: stopped rank.
+#: communicator has ended meanwhile; until the answer it takes no completed operation for successful. The others wait a
+#: second for a stopped rank.
 _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
 _MAX_CHECKED = 16
@@ -64,7 +64,7 @@ class LauncherPeers(PeerStatusHook):
     rendezvous
         The rendezvous of the ranks.
     name
-        The name of the communicator, if it does not have one.
+        A name for a communicator that has none.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LauncherPeers(PeerStatusHook):
         return launcher_peers_of(comm, store, comm.rank, comm.nranks)
 
     def explain(self, error: BaseException) -> int:
-        """Add to an error what all ranks do, unless it says so."""
+        """Add to an error what all ranks do, unless the error says so already."""
         global _last_silence
         try:
             summary, states = None, None
@@ -111,7 +111,7 @@ class LauncherPeers(PeerStatusHook):
                 error.ranks = states  # type: ignore[attr-defined]
         except Exception:  # the error must be raised all the same
             _log.warning("communicator %s could not ask what its ranks do", self._name, exc_info=True)
-        except BaseException as interrupt:  # of a signal handler; core raises it in place of the error
+        except BaseException as interrupt:  # raised by a signal handler; core raises it in place of the error
             interrupt.__context__ = error
             raise
         return 0
@@ -123,7 +123,7 @@ class LauncherPeers(PeerStatusHook):
         return 0
 
     def confirm(self) -> int:
-        """Tell the others that this rank believes in no operation that completes from now on."""
+        """Tell the others that this rank takes no operation that ends from now on for successful."""
         self._peer_status.confirm()
         return 0
 
@@ -134,7 +134,8 @@ class LauncherPeers(PeerStatusHook):
     def has_ended(self) -> bool:
         """Return whether another rank has ended the communicator.
 
-        The store is asked if this process may have been stopped since the last answer: it was told nothing then.
+        The store is asked if this process may have been stopped since the last question: during a stop it is told
+        nothing.
         """
         if self._ended_elsewhere:
             return True
@@ -151,7 +152,7 @@ class LauncherPeers(PeerStatusHook):
                 exc_info=True,
             )
             ended = False
-        self._last_asked = moment  # not the time of the answer: the process may have been stopped since
+        self._last_asked = moment  # not the time of the answer: the process may have been stopped before it
         return ended
 
     def leave(self) -> int:

@@ -26,7 +26,7 @@ from ncclpy.peers.reports import MACHINE, has_closed, has_ended, process, proces
 
 __all__ = ["FIRST", "GroupStore", "Numbering", "leave"]
 
-#: Seconds for the lease of a process that has only just made its group.
+#: Seconds to wait for the lease of a process, which may have made its group only just now.
 _LEASE = 1.0
 #: Set by the first rank that makes a group: its rank, the number of ranks, and its process.
 FIRST = "first"
@@ -245,9 +245,9 @@ class Numbering:
                 first.size,
             )
         if first.is_of(self._process) or (last is not None and last.is_of(self._process)):
-            return True  # this process has begun the group, or has made the one before
+            return True  # this process has begun the group, or has made the previous one
         if self.store.one_attempt:
-            return True  # if the group has failed, this rank gets its error there
+            return True  # if the group has failed, this rank gets the group's error in it
         if self.lives(first) is not False or has_closed(self.part(made.number), first.rank):
             return True
         self._skip(made.number, first, f"{made.process_text} begins anew as rank {self._rank}")

@@ -1,6 +1,6 @@
 """The ends of other processes of this machine, reported at once by the system through a pidfd for each process.
 
-One thread waits for all pidfds. If the system has none, nothing is reported here; leases and looks into /proc find the
+One thread waits for all pidfds. If the system has none, nothing is reported here; leases and checks of /proc find the
 end of a process later.
 """
 
@@ -29,7 +29,7 @@ _PROCESSES = f"{_PREFIX}{quote(MACHINE, safe='')}"
 
 
 class PeerProcesses:
-    """The processes of this machine that have the other ranks of a group.
+    """The processes of this machine that have other ranks of a group.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class PeerProcesses:
     own
         The ranks of this process.
     gone
-        Called with a rank when its process has ended, and with a text that says so; in a thread that must not block.
+        Called with a rank and a text that says so when the rank's process has ended; in a thread that must not block.
 
     Attributes
     ----------
@@ -148,9 +148,9 @@ def tell_of_end(pid: int, is_same_process: Callable[[], bool], on_end: Callable[
     ----------
     pid
         The process, of this machine and its namespace.
-    is_it
-        Called once the pidfd is open; returns whether the pid is still that process's: it may have been reused.
-    tell
+    is_same_process
+        Called once the pidfd is open; returns whether the pid is still that of the process: it may have been reused.
+    on_end
         Called once.
 
     Returns

@@ -77,10 +77,11 @@ class RankState:
     state
         ``"running"``: it has begun `current`, which is not done. ``"blocked_on_input"``: it has begun `current`, and
         the device waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has
-        begun `current`; whether that is done is not known, of a communicator without a deadline. ``"idle"``: it is in
-        no operation of the group, and its Python runs. ``"in_other_group"``: it is in no operation of the group, but
-        in one of another group or communicator. ``"in_rendezvous"``: likewise, but it waits for other ranks in a call
-        such as `split`. ``"closed"``: it has closed the group, or given up the communicator.
+        begun `current` on a communicator without a deadline, where it is not known whether that is done.
+        ``"idle"``: it is in no operation of the group, and its Python runs. ``"in_other_group"``: it is in no
+        operation of the group, but in one of another group or communicator. ``"in_rendezvous"``: likewise, but it
+        waits for other ranks in a call such as `split`. ``"closed"``: it has closed the group, or given up the
+        communicator.
         ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
         ``"unresponsive"``: it has not answered, but its process lives as far as is known: its Python does not run,
         as in a call that keeps the GIL. ``"lost"``: the store has lost it: its process has ended, or its
@@ -94,7 +95,7 @@ class RankState:
     since
         Seconds in this state; None where that is not known. Over several machines it relies on their clocks.
     heard
-        Seconds since its last status; None if it never told one.
+        Seconds since its last known status; None if it never published one.
     where
         For a rank that is ``"in_other_group"``, the name of the other group or communicator; for one that is
         ``"in_rendezvous"``, the call: ``"split()"``, also ``"split() of process group 'other'"``. None for others.

@@ -53,8 +53,8 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: Seconds of a slice of the wait for answers; between slices the asking rank checks which ranks cannot answer.
 _SLICE = 0.05
-#: A store counts as slow if one operation takes this many seconds. The time to answer is longer by the second number
-#: of operations.
+#: A store counts as slow if one operation takes this many seconds. The wait for answers is longer by the time of this
+#: many operations.
 _SLOW_OPERATION, _SLOW_FACTOR = 0.02, 3
 #: The most questions that are answered at a time; earlier ones get no answer.
 _MAX_QUESTIONS = 64
@@ -76,7 +76,7 @@ class Reports:
     has_made
         Called with a rank; returns whether it has made the group.
     answer
-        Returns the status for an answer, which may tell more than is worth publishing all the time; `look` by default.
+        Returns the status for an answer, which may be more detailed than the published one; `look` by default.
     thread
         The thread that an answer has the stack of; the main thread by default.
     """
@@ -129,7 +129,7 @@ class Reports:
             if closed:
                 self._closed = status["closed"] = True
                 status["begun"] = dict(begun or {})
-            elif self._closed:  # meanwhile: other ranks may have cleared this rank's keys away
+            elif self._closed:  # closed meanwhile: other ranks may have cleared this rank's keys away
                 return
             since = status.pop("since", None)  # not compared: the clock's resolution shows in it
             if status != self._published:
@@ -149,8 +149,8 @@ class Reports:
     def answer_all(self, number: int) -> None:
         """Answer all questions up to this number that were not answered.
 
-        If the number is below the one before, only this one is answered: something other than a rank has written one
-        of the two, and ranks that ask next increment this one.
+        If the number is below the last one answered, only the question of this number is answered: something other
+        than a rank has written one of the two numbers, and ranks that ask next increment this one.
         """
         first = max(self._answered + 1, number - _MAX_QUESTIONS + 1) if number > self._answered else number
         for each in range(first, number + 1 if number != self._answered else number):

@@ -1,8 +1,8 @@
 """How the processes that a launcher has started make a communicator together (`Communicator.from_env`).
 
 Their rendezvous is in the launcher's store and precedes the call of NCCL, which could not say which ranks are missing.
-A rank that fails tells the others: until the rendezvous is complete under the rendezvous' key, and then under the key
-of the communicator's `End`, which the others watch while they are inside NCCL.
+A rank that fails tells the others under the rendezvous' key or, once the rendezvous is complete, under the key of the
+communicator's `End`, which the others watch while they are inside NCCL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Communicators(Numbering):
     def lives(self, made: _Made) -> bool | None:
         if made.process.get("machine") == MACHINE:
             return super().lives(made)
-        return not rendezvous_of_job().is_gone(made.rank)  # the lease is of the process
+        return not rendezvous_of_job().is_gone(made.rank)  # a process has one lease for all its communicators
 
 
 class Start:

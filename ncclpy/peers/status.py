@@ -2,8 +2,8 @@
 
 Each process publishes the status of its ranks and answers questions. A rank in trouble asks all others and leaves
 their answers in the store for ranks that are in trouble later: by then a rank may have ended the operation that it
-was in, and would answer something else. The rank that ends the group writes that under a
-key that is written once. Every rank confirms that it knows of the end before one of them aborts a communicator.
+was in, and would answer something else. The rank that ends the group writes the `End` under a key that is written
+once. Every rank confirms that it knows of the end before one of them aborts a communicator.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ ENDED = "told/ended"
 #: answer that this rank gets.
 _END_PLACE = "end"
 _TROUBLE_KEY, _ANSWER_KEY = "trouble", "said"
-#: Seconds that other ranks wait for that answer.
+#: Seconds that other ranks wait for the first rank's answer.
 _ANSWER_TIMEOUT = 2.5
 #: Seconds after which the answer is said to be old.
 _OLD_ANSWER = 3.0
 #: Seconds between two publications of a status that has changed; and between two reads of a store that cannot be
 #: watched.
 _PUBLISH_INTERVAL, _POLL_INTERVAL = 1.0, 0.2
-#: How many of the first publications also search for processes of this machine that have other ranks.
+#: How many of the first publications also search for processes of other ranks on this machine.
 _PROCESS_SEARCHES = 5
 
 
@@ -150,7 +150,7 @@ class StatusService:
     reports
         The `Reports` of the first of them.
     is_watched
-        Whether the store reports changes; otherwise this reads it a few times a second.
+        Whether the store reports changes; otherwise the service reads the store a few times a second.
     is_over
         Whether this process has left: it neither listens nor tells.
     on_gone
@@ -246,7 +246,7 @@ class StatusService:
     def keep(self, watch: Watch) -> None:
         """Have `close` end a watch."""
         self._watches.append(watch)
-        if self.is_over:  # meanwhile
+        if self.is_over:  # closed meanwhile
             self._end_watches()
 
     def hear(self, change: Change) -> None:
@@ -324,7 +324,7 @@ class StatusService:
         return tuple(self.reports.collect(patience))
 
     def inquire(self, subject: OperationInfo | None, alone: bool) -> Answer:
-        """Return what all ranks do, in a sentence and as data; what cannot be found out is said, without data.
+        """Return what all ranks do, in a sentence and as data; if that is not known, a sentence that says why.
 
         Parameters
         ----------
@@ -336,7 +336,7 @@ class StatusService:
         return self.inquire_at(None if alone else _END_PLACE, subject, alone)
 
     def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Answer:
-        """Return the same as `inquire`; one rank asks for all that have failed at a place, such as a rendezvous.
+        """Return what `inquire` does; one rank asks for all ranks that have failed at a place, such as a rendezvous.
 
         Without a place this rank asks for itself.
         """
@@ -347,7 +347,7 @@ class StatusService:
                 return decode(_unpacked_answer, self.store.get(key, _ANSWER_TIMEOUT), self.store, key)
             found = keep_stacks(self.collect(), subject)
             summary = sentence(self.name, found, self.size, subject, self._kind)
-            if place is not None:  # before a program sees an error: its process may end with that
+            if place is not None:  # before a program sees its error, which may end its process
                 answer = {"said": summary, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
                 packed = json.dumps(answer).encode(errors="replace")
                 self.reports.while_open(lambda: self.store.set(key, packed))

@@ -91,7 +91,7 @@ def sentence(
         The operation that the sentence is about, which is not repeated for ranks that wait in it; None if there is
         none.
     kind
-        What it is the name of, ``"process group"`` or ``"communicator"``.
+        What `group` is the name of, ``"process group"`` or ``"communicator"``.
     """
     thing = kind.rpartition(" ")[2]
     awaited = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
@@ -241,7 +241,7 @@ def _lost(state: RankState, last: str) -> tuple[str, int]:
         "lost": "{who} cannot be reached: the process has ended, or its machine or network is gone",
         "not_joined": "{who} {have} not made this {thing}",
     }
-    if state.state not in templates:  # of another version, perhaps
+    if state.state not in templates:  # perhaps of another version
         return "what {who} {do} is not known" + last, _ORDER.index("unknown")
     return templates[state.state] + ("" if state.state == "not_joined" else last), _ORDER.index(state.state)
 

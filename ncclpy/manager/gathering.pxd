@@ -90,11 +90,11 @@ cdef class DeviceSet(CommunicatorSet):
     cdef dict oplogs  # by rank, an `OpLog` of what each rank here begins; None without a store
     cdef bint in_rendezvous  # whether the rendezvous is not over yet
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
-    cdef dict gathered  # the Manager's gatherings
+    cdef dict gathered  # the dict of the Manager's gatherings, by key
     cdef object end_error  # the error by which another process has ended the communicators, or None
     cdef set informed  # the threads in which the failure of the communicators was raised
     cdef bint end_begun  # whether the end of the communicators, or a close, has begun
-    # The thread that aborts the communicators once all processes have been told, or that only tells them; or None.
+    # The thread that aborts the communicators once all processes have been told, or that only tells these; or None.
     cdef readonly object end_thread
     cdef object __weakref__
 

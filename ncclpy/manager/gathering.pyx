@@ -132,7 +132,7 @@ cdef class Participant:
 
 
 cdef class Gathering(Awaited):
-    """The participants of one key. All must agree with the first one; the first error is kept."""
+    """The participants of one key. All must agree with the first one; the first disagreement is kept as the error."""
 
     cdef int check(self, Participant participant) except -1:
         """Compare a participant with the earlier ones; the first difference becomes the error."""
@@ -228,7 +228,7 @@ cdef class Gathering(Awaited):
         return f"the participants do not agree on the {what}: {before}, device {participant.device} brings {second}"
 
     cdef int join(self, Participant participant) except -1:
-        """Count a participant in, even one that does not fit: the error waits for all."""
+        """Count a participant in, even one that does not agree: the error is raised once all have come."""
         if not self.participants:
             self.call, self.count = participant.call, participant.count
         self.participants.append(participant)
@@ -286,7 +286,7 @@ cdef class Gathering(Awaited):
         """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
         cdef Participant participant
         cdef Operation o
-        cdef uint64_t number = ~digest_begun(self.num_global)  # inverted: unlike a group's, without ranks
+        cdef uint64_t number = ~digest_begun(self.num_global)  # inverted: a group's digest has the ranks too
         if self.error is not None:
             return 0
         memset(&o, 0, sizeof(o))
@@ -305,7 +305,7 @@ cdef class Gathering(Awaited):
         cdef Extents extents = Extents()
         for index, participant in enumerate(self.participants):
             o.send, o.recv = participant.send, participant.recv
-            if participant.global_rank < 0:  # else it was checked on arrival
+            if participant.global_rank < 0:  # else the layout was checked on arrival
                 try:
                     check_layout(o, self.num_global, index)
                 except ValueError as error:
@@ -465,7 +465,7 @@ cdef class DeviceSet(CommunicatorSet):
             relax()
             try:
                 self.peer_status = peer_status = self.run_rendezvous()
-            except BaseException as error:  # set_made() raises it in all waits
+            except BaseException as error:  # set_made() passes it to all that wait
                 self.owner.set_made(self, [], error)
                 return
             finally:
@@ -519,7 +519,7 @@ cdef class DeviceSet(CommunicatorSet):
         """
         self.note_failure(error)
         self.inquire(error)
-        if (<Launch>launch).unsettled == 0 or self.end_begun:  # meanwhile; whatever ends the communicators fails its works
+        if (<Launch>launch).unsettled == 0 or self.end_begun:  # its works are done, or the begun end fails them
             return 1
         readers = set()
         self._fence_and_note(readers)
@@ -545,9 +545,10 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
     cdef int _fence_and_note(self, set readers) except -1:
-        """Note the readers to tell: a thread that leaves a wait later, or reads by a stream then, finds the fence.
+        """Fence the communicators, then note the readers to tell: threads that leave a wait later find the fence.
 
-        Without a fence are the ranks of other processes without a store, of which an abort warns.
+        So do threads that begin to read by a stream later. There is no fence if other processes have ranks and no
+        store can tell them of the end; an abort warns of these ranks.
         """
         if self.self_aborting or len(self.devices) == self.nranks:
             self.fence()
@@ -560,7 +561,7 @@ cdef class DeviceSet(CommunicatorSet):
         error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
         self.note_failure(error)
         self.inquire(error)
-        if self.state == GONE or self.end_begun:  # meanwhile
+        if self.state == GONE or self.end_begun:  # they have ended meanwhile
             return
         if self.making:  # no operation has run that an abort could end with wrong data
             self.owner.set_lost(self)
@@ -573,7 +574,7 @@ cdef class DeviceSet(CommunicatorSet):
             self.failures.append(error)
         self.end_error = error
         self.owner.set_lost(self)
-        if self._end(list(self.comms), text.lstrip(": "), error, readers):  # before its works fail, as above
+        if self._end(list(self.comms), text.lstrip(": "), error, readers):  # before works fail, see `launch_failed`
             CommunicatorSet.abort(self, error)
 
     def ask_after_stop(self):
@@ -602,9 +603,9 @@ cdef class DeviceSet(CommunicatorSet):
     def _end(self, comms, text, error, readers):
         """Abort communicators in a thread of its own, once all processes have been told that they end.
 
-        Before that, the error is raised in the threads that read by a stream. Only the first end does this, or a close:
-        a second one, of another launch or another process, would find `peer_status` taken, and abort before the other
-        processes have heard. Return whether this is the first end.
+        Before that, the error is raised in the threads that read by a stream. Only the first end does this, and none
+        after a close: a second end, of another launch or another process, would find `peer_status` taken, and abort
+        before the other processes have been told. Return whether this is the first end.
         """
         if self.end_begun:
             return False
@@ -651,14 +652,14 @@ cdef class DeviceSet(CommunicatorSet):
     def abort(self, error):
         """Abort as every `CommunicatorSet`, but tell the other processes before anything is aborted.
 
-        If there are other processes, the thread `ending` does the aborts, and this returns an empty list.
+        If there are other processes, `end_thread` does the aborts, and this returns an empty list.
         """
         readers = set()
         self._fence_and_note(readers)
         self.note_failure(error)
         if not self.self_aborting or self.state != MADE or self.peer_status is None:
             self.tell_readers(readers, error)
-            if not self.making:  # else `fail` does, and tells why
+            if not self.making:  # else `fail` leaves, and tells the others why
                 self._leave()
             return CommunicatorSet.abort(self, error)
         self._end(list(self.comms), text_of(error), error, readers)
@@ -666,7 +667,7 @@ cdef class DeviceSet(CommunicatorSet):
         return []
 
     def close(self):
-        """Tell the other processes, and do as every set of communicators."""
+        """Tell the other processes, and close as every `CommunicatorSet`."""
         self.end_begun = True  # an end that another process announces meanwhile aborts nothing
         leaving = self._leave()
         CommunicatorSet.close(self)

@@ -366,7 +366,7 @@ Gather the participants of collectives by key and launch each collective when al
                 self._made(comm_set, [], error)
                 return 0
             why = f"its communicators were not made: {type(error).__name__} in the last call"
-            self._made(comm_set, [], NcclAborted(why))  # the caller gets Ctrl-C itself
+            self._made(comm_set, [], NcclAborted(why))  # only the caller gets the exception itself, such as Ctrl-C
             raise
         return 0
 
@@ -633,7 +633,7 @@ Gather the participants of collectives by key and launch each collective when al
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
         check_process()
         cdef double deadline = now() + limit
-        while self.aborting and now() < deadline:  # another thread is inside abort()
+        while self.aborting and now() < deadline:  # another thread is still inside abort()
             time.sleep(0.0002)
         thread = self.abort_thread
         if thread is not None:

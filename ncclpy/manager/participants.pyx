@@ -1,6 +1,7 @@
 """The methods by which participants join a collective of the Manager.
 
-Each checks the buffers, where an error is raised at once and leaves the key unchanged, and adds a participant.
+Each method checks the buffers and adds a participant. An error in the buffers is raised at once and leaves the key
+unchanged.
 """
 
 from ncclpy.core.arguments.buffers cimport View, read_view
@@ -199,7 +200,7 @@ cdef class Participants:
         recv : buffer, optional
             A copy of them here; none by default.
         root : int, optional
-            The rank of the root, which all may say; where the root is on another node they must.
+            The rank of the root, which each participant may name, and must name if the root is on another node.
         device, num_local, num_global, communicator_key, global_rank, stream, on_done, timeout
             As for `all_reduce`.
 

@@ -1,7 +1,7 @@
 from ncclpy.process_group.check.collective_check cimport CollectiveCheck
 from ncclpy.process_group.connection cimport Connection, Request
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.check.shared_memory cimport RingSet, RingWriter
+from ncclpy.process_group.check.shared_memory cimport RingSet, RingPair
 
 
 cdef enum:
@@ -20,8 +20,8 @@ cdef class PeerRoute:
     cdef int rank
     cdef int peer
     cdef int state
-    cdef RingWriter post  # once the two ranks share memory
-    cdef RingWriter opened
+    cdef RingPair post  # once the two ranks share memory
+    cdef RingPair opened
     cdef dict untold  # messages that the peer has not been told, by (channel, number)
     cdef dict received  # messages that the peer has told, by (channel, number), until `forget`
 

@@ -62,7 +62,7 @@ cdef struct WakeupWord:
     int watchers  # threads that poll `changes`: while there are any, no sleeper has to be woken
 
 
-cdef class Ring:
+cdef class MappedPages:
     cdef char* base
     cdef size_t length
 
@@ -73,7 +73,7 @@ cdef class RingSet:
     cdef int fd  # -1 if there is no memory that peers could open
     cdef int owner  # the process that made it, the only one to close `fd`
     cdef bytes token
-    cdef Ring head
+    cdef MappedPages head
     cdef WakeupWord own_word  # stands in for `wakeup_word` if the rank has no shared memory
     cdef WakeupWord* wakeup_word
 
@@ -95,10 +95,10 @@ cdef class RingSet:
 
 # One rank's end of the memory that two ranks of one machine share. It is not thread-safe: its callers call it one at a
 # time.
-cdef class RingWriter:
-    cdef Ring inbox
-    cdef Ring outbox
-    cdef Ring wakeup  # with the peer's wake-up word
+cdef class RingPair:
+    cdef MappedPages inbox
+    cdef MappedPages outbox
+    cdef MappedPages wakeup  # with the peer's wake-up word
     cdef uint64_t written
     cdef uint64_t read
 

@@ -111,7 +111,7 @@ cdef size_t _length(size_t size):
     return (1 + size * _PAGES) * _PAGE
 
 
-cdef class Ring:
+cdef class MappedPages:
     """Some pages of a rank's memory, mapped."""
 
     def __init__(self, int fd, size_t first, size_t pages=1):
@@ -128,7 +128,7 @@ cdef class Ring:
 
 
 cdef void _ring(WakeupWord* wakeup_word) noexcept:
-    # The GIL is kept, as in `RingWriter.ring`: this does not wait, and a thread that gave the GIL up could wait long
+    # The GIL is kept, as in `RingPair.ring`: this does not wait, and a thread that gave the GIL up could wait long
     # for it while it holds a group's lock.
     add(&wakeup_word.changes, 1)
     if word_of(&wakeup_word.sleepers):
@@ -164,7 +164,7 @@ cdef class RingSet:
         memset(&self.own_word, 0, sizeof(WakeupWord))
         try:
             self.fd, self.token = create_memory("ncclpy-check-messages", _length(size))
-            self.head = Ring(self.fd, 0)
+            self.head = MappedPages(self.fd, 0)
             self.wakeup_word = <WakeupWord*>self.head.base
         except OSError:  # the messages are exchanged through the store
             self.close()
@@ -218,26 +218,26 @@ cdef class RingSet:
 
 
 def attach_rings(RingSet rings not None, int rank, int peer, pid, fd, token):
-    """Return a rank's `RingWriter` to a peer, from what the peer has `offered`.
+    """Return a rank's `RingPair` to a peer, from what the peer has `offered`.
 
     Raises
     ------
     OSError
         If the peer's memory cannot be opened, or is other memory.
     """
-    cdef RingWriter post = RingWriter.__new__(RingWriter)
+    cdef RingPair post = RingPair.__new__(RingPair)
     if rings.fd < 0:
         raise OSError("there is no memory of this rank's")
     own = reopen(pid, fd, token, _length(rings.size))
     try:
-        post.wakeup, post.outbox = Ring(own, 0), Ring(own, 1 + rank * _PAGES, _PAGES)
-        post.inbox = Ring(rings.fd, 1 + peer * _PAGES, _PAGES)
+        post.wakeup, post.outbox = MappedPages(own, 0), MappedPages(own, 1 + rank * _PAGES, _PAGES)
+        post.inbox = MappedPages(rings.fd, 1 + peer * _PAGES, _PAGES)
     finally:
         os.close(own)
     return post
 
 
-cdef class RingWriter:
+cdef class RingPair:
     """One rank's end of the memory that two ranks share; `attach_rings` makes it."""
 
     cdef bint put(self, Note* note) noexcept:

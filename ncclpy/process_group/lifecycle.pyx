@@ -751,7 +751,7 @@ cdef class Lifecycle:
         cdef CollectiveCheck collective_check = self.collective_check
         pending_messages, self.pending_messages = self.pending_messages, None  # its thread frees its memory at its end
         if pending_messages is not None:
-            pending_messages.ring()
+            pending_messages.wake()
         self.group_status.close(announce=announce, begun=self.begun())
         if collective_check is not None:
             collective_check.close()

@@ -49,7 +49,7 @@ cdef class PeerRoute:
 
     cdef bint tell(self, tuple key, tuple message):
         if self.state == SHARED and not self.untold and self._post(key, message):
-            self.post.ring()
+            self.post.wake_peer()
             return True
         self.untold[key] = message
         return False
@@ -64,7 +64,7 @@ cdef class PeerRoute:
             del self.untold[key]
             has_posted = True
         if has_posted:
-            self.post.ring()
+            self.post.wake_peer()
         return has_posted
 
     cdef bint _post(self, tuple key, tuple message):
@@ -275,7 +275,7 @@ cdef class PendingMessages:
                 failure = error
             finally:
                 group.lock.leave()
-            if launched or failure is not None or self.urgent or not rings.is_rung(seen, until):
+            if launched or failure is not None or self.urgent or not rings.is_woken(seen, until):
                 break
         try:
             rings.leave(first if others else rings.change_count())  # notes that arrived may be for other requests
@@ -283,7 +283,7 @@ cdef class PendingMessages:
             launch_here(lent)
         if self.urgent or (launched and connection.held):  # a disagreement to report, or requests behind this one
             self.urgent = False
-            rings.ring()
+            rings.wake()
         if failure is not None:
             request.fail(failure)
         return 0
@@ -295,11 +295,11 @@ cdef class PendingMessages:
             rings.expect(True)
         return rings is not None
 
-    def ring(self):
+    def wake(self):
         """Wake the group's thread, if it has made its `rings` already."""
         cdef RingSet rings = self.rings
         if rings is not None:
-            rings.ring()
+            rings.wake()
 
     def _serve(self):
         cdef double pause = _SHORTEST_PAUSE
@@ -542,7 +542,7 @@ cdef int serve_held(Lifecycle group) except -1:
             raise
     if pending_messages.urgent:  # else the peer's note wakes the thread, unless a waiting thread launches the request first
         pending_messages.urgent = False
-        pending_messages.ring()
+        pending_messages.wake()
     return 0
 
 

@@ -81,12 +81,12 @@ cdef class RingSet:
     cdef dict offered(self)
     # The value of `changes`, which counts the times that the rank was woken or got a note.
     cdef int change_count(self) noexcept
-    cdef void ring(self) noexcept
+    cdef void wake(self) noexcept
     # Sleep until `changes` differs from `seen`, for so many seconds at most.
     cdef int wait(self, int seen, double seconds) except -1
     # Poll `changes` instead of sleeping, from `watch` to `leave`.
     cdef void watch(self) noexcept
-    cdef bint is_rung(self, int seen, double until) noexcept
+    cdef bint is_woken(self, int seen, double until) noexcept
     cdef void leave(self, int seen) noexcept
     # Set whether notes of the peers wake a sleeping thread.
     cdef void expect(self, bint expects) noexcept
@@ -105,6 +105,6 @@ cdef class RingPair:
     # Write a note into the peer's ring; False if there is no space.
     cdef bint put(self, Note* note) noexcept
     # Wake the peer.
-    cdef void ring(self) noexcept
+    cdef void wake_peer(self) noexcept
     # Take the peer's next note; False if there is none.
     cdef bint next(self, Note* note) noexcept

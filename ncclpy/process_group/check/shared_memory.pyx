@@ -127,15 +127,15 @@ cdef class MappedPages:
             munmap(self.base, self.length)
 
 
-cdef void _ring(WakeupWord* wakeup_word) noexcept:
-    # The GIL is kept, as in `RingPair.ring`: this does not wait, and a thread that gave the GIL up could wait long
-    # for it while it holds a group's lock.
+cdef void _wake(WakeupWord* wakeup_word) noexcept:
+    # The GIL is kept, as in `RingPair.wake_peer`: this does not wait, and a thread that gave the GIL up could wait for
+    # it long while it holds a group's lock.
     add(&wakeup_word.changes, 1)
     if word_of(&wakeup_word.sleepers):
         wake_shared(&wakeup_word.changes)
 
 
-cdef bint _is_rung(WakeupWord* wakeup_word, int seen, double until) noexcept nogil:
+cdef bint _is_woken(WakeupWord* wakeup_word, int seen, double until) noexcept nogil:
     cdef double begin = now()
     while word_of(&wakeup_word.changes) == seen:
         if now() >= until:
@@ -178,8 +178,8 @@ cdef class RingSet:
     cdef int change_count(self) noexcept:
         return word_of(&self.wakeup_word.changes)
 
-    cdef void ring(self) noexcept:
-        _ring(self.wakeup_word)
+    cdef void wake(self) noexcept:
+        _wake(self.wakeup_word)
 
     cdef int wait(self, int seen, double seconds) except -1:
         cdef WakeupWord* wakeup_word = self.wakeup_word
@@ -193,17 +193,17 @@ cdef class RingSet:
     cdef void watch(self) noexcept:
         add(&self.wakeup_word.watchers, 1)
 
-    cdef bint is_rung(self, int seen, double until) noexcept:
-        cdef bint rung
+    cdef bint is_woken(self, int seen, double until) noexcept:
+        cdef bint woken
         with nogil:
-            rung = _is_rung(self.wakeup_word, seen, until)
-        return rung
+            woken = _is_woken(self.wakeup_word, seen, until)
+        return woken
 
     cdef void leave(self, int seen) noexcept:
         cdef WakeupWord* wakeup_word = self.wakeup_word
         add(&wakeup_word.watchers, -1)
         if word_of(&wakeup_word.changes) != seen:  # peers that saw this watcher have woken no sleeper
-            _ring(wakeup_word)
+            _wake(wakeup_word)
 
     cdef void expect(self, bint expects) noexcept:
         swap(&self.wakeup_word.expects, expects)
@@ -218,7 +218,7 @@ cdef class RingSet:
 
 
 def attach_rings(RingSet rings not None, int rank, int peer, pid, fd, token):
-    """Return a rank's `RingPair` to a peer, from what the peer has `offered`.
+    """Return a rank's `RingPair` with a peer, from what the peer has `offered`.
 
     Raises
     ------
@@ -255,7 +255,7 @@ cdef class RingPair:
         store_shared(&slot.number, self.written)
         return True
 
-    cdef void ring(self) noexcept:
+    cdef void wake_peer(self) noexcept:
         cdef WakeupWord* wakeup_word = <WakeupWord*>self.wakeup.base
         add(&wakeup_word.changes, 1)  # before the counters are read: a thread sets its counter before it reads this
         if word_of(&wakeup_word.expects) and word_of(&wakeup_word.sleepers) and not word_of(&wakeup_word.watchers):
@@ -271,7 +271,7 @@ cdef class RingPair:
         self.read += 1
         store_shared(&ring.taken, self.read)
         if word_of(&ring.writer_waits) and swap(&ring.writer_waits, 0):
-            self.ring()
+            self.wake_peer()
         return True
 
 

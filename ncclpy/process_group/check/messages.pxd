@@ -20,7 +20,7 @@ cdef class PeerRoute:
     cdef int rank
     cdef int peer
     cdef int state
-    cdef RingPair post  # once the two ranks share memory
+    cdef RingPair ring_pair  # once the two ranks share memory
     cdef RingPair opened
     cdef dict untold  # messages that the peer has not been told, by (channel, number)
     cdef dict received  # messages that the peer has told, by (channel, number), until `forget`

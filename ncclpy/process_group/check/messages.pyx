@@ -49,7 +49,7 @@ cdef class PeerRoute:
 
     cdef bint tell(self, tuple key, tuple message):
         if self.state == SHARED and not self.untold and self._post(key, message):
-            self.post.wake_peer()
+            self.ring_pair.wake_peer()
             return True
         self.untold[key] = message
         return False
@@ -64,7 +64,7 @@ cdef class PeerRoute:
             del self.untold[key]
             has_posted = True
         if has_posted:
-            self.post.wake_peer()
+            self.ring_pair.wake_peer()
         return has_posted
 
     cdef bint _post(self, tuple key, tuple message):
@@ -75,13 +75,13 @@ cdef class PeerRoute:
         name = (<str>message[2]).encode()
         strncpy(note.type, name, MAX_NAME)
         note.type[MAX_NAME] = 0
-        return self.post.put(&note)
+        return self.ring_pair.put(&note)
 
     cdef tuple look(self, tuple key):
         cdef Note note
         found = self.received.get(key)
         # Notes read on the way are kept for their own requests; notes behind `key` stay in the ring, which is bounded.
-        while found is None and self.state == SHARED and self.post.next(&note):
+        while found is None and self.state == SHARED and self.ring_pair.next(&note):
             message = (self.rank, note.kind, (<bytes>note.type).decode("ascii", "replace"), note.count, note.tag)
             other = (note.channel, note.place)
             self.received[other] = message
@@ -126,7 +126,7 @@ cdef class PeerRoute:
             opened, self.opened = self.opened, None
             if opened is None or answer != b"y":
                 return STORED
-            self.post = opened
+            self.ring_pair = opened
             return SHARED
         return state
 

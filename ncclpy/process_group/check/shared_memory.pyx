@@ -225,16 +225,16 @@ def attach_rings(RingSet rings not None, int rank, int peer, pid, fd, token):
     OSError
         If the peer's memory cannot be opened, or is other memory.
     """
-    cdef RingPair post = RingPair.__new__(RingPair)
+    cdef RingPair pair = RingPair.__new__(RingPair)
     if rings.fd < 0:
         raise OSError("there is no memory of this rank's")
     own = reopen(pid, fd, token, _length(rings.size))
     try:
-        post.wakeup, post.outbox = MappedPages(own, 0), MappedPages(own, 1 + rank * _PAGES, _PAGES)
-        post.inbox = MappedPages(rings.fd, 1 + peer * _PAGES, _PAGES)
+        pair.wakeup, pair.outbox = MappedPages(own, 0), MappedPages(own, 1 + rank * _PAGES, _PAGES)
+        pair.inbox = MappedPages(rings.fd, 1 + peer * _PAGES, _PAGES)
     finally:
         os.close(own)
-    return post
+    return pair
 
 
 cdef class RingPair:

@@ -202,14 +202,14 @@ cdef class Lifecycle:
             self.check_initialised()
         if self.failure is not None:
             note_delivery(self.informed)
-            error = has_ended(self.name, self.failure, self._class_of_later())
+            error = has_ended(self.name, self.failure, self._class_of_later_errors())
             deliver(self.failure)
             raise error
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
 
-    def _class_of_later(self):
+    def _class_of_later_errors(self):
         """Return the class of the error of a call after the end: the failure's class until the failure was raised.
 
         So a rank that was in no operation at the end raises the same class as the others.

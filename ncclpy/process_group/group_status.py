@@ -134,11 +134,11 @@ class GroupStatus(StatusService):
         self._leaving = False
         self._status = look
         self._look_for_closed: Callable[[], object] | None = None
-        self.known = note_group(name, self.number, rank, size, device, self._look)
+        self.dump_entry = note_group(name, self.number, rank, size, device, self._look)
         has_made = None if self._numbering is None else self._has_made
         rendezvous = RankRendezvous(part, f"process group {name!r}", rank, size, has_made, is_lost=self._why_lost)
-        super().__init__(part, [self.known], size, rendezvous, threading.get_ident())
-        self.clocks = Clocks(part, rank, self.known)
+        super().__init__(part, [self.dump_entry], size, rendezvous, threading.get_ident())
+        self.clocks = Clocks(part, rank, self.dump_entry)
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
         """Run the rendezvous of a communicator's ranks, and return the unique id that the first of them makes.
@@ -436,7 +436,7 @@ class GroupStatus(StatusService):
 
         `begun` is how many operations this rank has begun, by communicator.
         """
-        self.known.closed()
+        self.dump_entry.closed()
         super().close()
         if announce and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, nothing can be told

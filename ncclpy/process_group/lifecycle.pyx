@@ -464,7 +464,7 @@ cdef class Lifecycle:
             if continues and connection.state == MAKING:  # not made again: its other ranks may have given up
                 connection.state, connection.failure = GONE, error
         if continues:
-            self.group_status.known.troubled(error)
+            self.group_status.dump_entry.troubled(error)
             user_executor.submit(functools.partial(  # handlers of a logger are user code
                 _log.error, "rank %d of process group %r continues, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
@@ -538,7 +538,7 @@ cdef class Lifecycle:
                 failed.state = GONE
         group_status.begin_end()
         try:
-            group_status.known.failed(error)
+            group_status.dump_entry.failed(error)
             # SystemExit: Python is ending, and has raised it in a daemon thread's call of torch's store.
             may_exit = may_exit and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
             if may_exit and self.on_error == "exit_now":
@@ -640,7 +640,7 @@ cdef class Lifecycle:
         while failed is not None and failed.launches and now() < deadline:
             time.sleep(0.001)
         try:
-            group_status.known.wait()
+            group_status.dump_entry.wait()
         finally:
             end_process(self.rank, self.name, self.on_error, error)
 

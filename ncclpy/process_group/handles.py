@@ -18,7 +18,7 @@ from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
 from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.errors import ranks, spans
 
-__all__ = ["called_of", "claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]
+__all__ = ["claim", "give_back", "names_of_members", "new_handle", "ordered", "place_of", "store_of"]
 
 _KIND = "ncclpy"
 
@@ -68,10 +68,10 @@ def ordered(handles: Iterable[str], own_handle: str) -> list[str]:
     return found
 
 
-def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
+def names_of_members(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
     """Return a callable that names some ranks of the new group, with the ranks that these had at first."""
 
-    def called(members: Sequence[int]) -> str:
+    def names_of(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]
         become = f"{ranks(spans(members))} of {len(order)}"
         if made == list(members):
@@ -80,7 +80,7 @@ def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
             f"those that become {become} (made as {'rank' if len(made) == 1 else 'ranks'} {', '.join(map(str, made))})"
         )
 
-    return called
+    return names_of
 
 
 def place_of(uuid: str) -> str:

@@ -45,7 +45,7 @@ from ncclpy.engine.unread_failures import forget_failures
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_move
 from ncclpy.process_group.joining import Joiner, Admitter
-from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of
+from ncclpy.process_group.handles import claim, give_back, names_of_members, ordered, place_of, store_of
 
 #: Seconds in `reconfigure` after which a rank that waits there tells the other ranks so.
 _TELL_DELAY = 1.0
@@ -75,7 +75,7 @@ cdef class Membership:
                 ))
                 in_flight_error = NcclAborted(f"process group {group.name!r} is being reconfigured: this was in flight then")
                 group_status = group.new_group_status(store, order.index(group.handle), len(order), place_of(uuid))
-                group_status.rendezvous.called = called_of(order)
+                group_status.rendezvous.called = names_of_members(order)
                 try:
                     self._compare(group_status)
                     group_status.gather(

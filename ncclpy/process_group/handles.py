@@ -18,7 +18,7 @@ from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
 from ncclpy.bootstrap.store_arguments import decode
 from ncclpy.errors import ranks, spans
 
-__all__ = ["claim", "give_back", "names_of_members", "new_handle", "ordered", "place_of", "store_of"]
+__all__ = ["claim", "close_opened_store", "names_of_members", "new_handle", "ordered", "place_of", "store_of"]
 
 _KIND = "ncclpy"
 
@@ -147,7 +147,7 @@ def store_of(handle: str, store: Store, seconds: float) -> Store:
     return PrefixStore(unquote(prefix), opened) if prefix else opened
 
 
-def give_back(store: Store) -> None:
+def close_opened_store(store: Store) -> None:
     """Close a store that `store_of` has made."""
     while isinstance(store, PrefixStore):
         store = store.store

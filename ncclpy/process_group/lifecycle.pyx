@@ -38,7 +38,7 @@ from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.options import (
     abort_when_confirmed, agree_on_exit, check_name, check_options, end_process, has_ended, was_ended_by,
 )
-from ncclpy.process_group.handles import give_back, new_handle
+from ncclpy.process_group.handles import close_opened_store, new_handle
 from ncclpy.peers.confirmation import EXIT_PATIENCE
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
@@ -778,7 +778,7 @@ cdef class Lifecycle:
         self.pool.close()
         self.leave_statuses(True)
         if self.opened_store is not None:
-            give_back(self.opened_store)
+            close_opened_store(self.opened_store)
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0
             _device.free(pointer)

@@ -45,7 +45,7 @@ from ncclpy.engine.unread_failures import forget_failures
 from ncclpy.process_group.group_status import GroupStatus
 from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_move
 from ncclpy.process_group.joining import Joiner, Admitter
-from ncclpy.process_group.handles import claim, give_back, names_of_members, ordered, place_of, store_of
+from ncclpy.process_group.handles import claim, close_opened_store, names_of_members, ordered, place_of, store_of
 
 #: Seconds in `reconfigure` after which a rank that waits there tells the other ranks so.
 _TELL_DELAY = 1.0
@@ -105,7 +105,7 @@ cdef class Membership:
                     raise
             finally:
                 if opened_store is not None:
-                    give_back(opened_store)
+                    close_opened_store(opened_store)
         return 0
 
     def _waits_in_rendezvous(self, order, moment):

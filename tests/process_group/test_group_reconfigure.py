@@ -17,7 +17,7 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, StoreError, TCPStore
-from ncclpy.process_group.handles import give_back, new_handle, ordered
+from ncclpy.process_group.handles import close_opened_store, new_handle, ordered
 
 #: Seconds that tests wait for ranks that do not come.
 SHORT = 1.0
@@ -542,7 +542,7 @@ def test_groups_of_two_stores_meet_in_store_of_rank_0(host_engine, tmp_path, kin
         group.close()
     assert all(store.check([]) for store in stores)  # the stores of the groups are still open
     for store in stores[::-1]:
-        give_back(store)
+        close_opened_store(store)
 
 
 def test_store_within_one_process_is_refused(host_engine):

@@ -94,7 +94,7 @@ cdef class Connection(CommunicatorSet):
     cdef int refuse(self) except -1
 
     cdef int _check_wanted(self) except -1
-    cdef int call(self, Communicator comm) except -1
+    cdef int set_up(self, Communicator comm) except -1
     cdef int count_messages(self, Request request) except -1
     cdef Launch take(self, Request request)
     cdef Launch launch(self, Request request, bint here)

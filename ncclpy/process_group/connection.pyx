@@ -288,14 +288,14 @@ cdef class Connection(CommunicatorSet):
             self._check_wanted()
             if self.peer >= 0:
                 self._exchange(comm)
-            self.call(comm)
+            self.set_up(comm)
         except BaseException as failure:  # passed to all requests that wait
             error = failure
         self.owner.set_made(self, made, error)
         if error is None:
             self.meet[1]()
 
-    cdef int call(self, Communicator comm) except -1:
+    cdef int set_up(self, Communicator comm) except -1:
         """Name a communicator that was made for this connection; from here on the monitor watches its deadlines."""
         comm.site = self.site  # the communicator's own site is a line of another thread or group
         if comm.nranks > 1:

@@ -293,7 +293,7 @@ cdef class Lifecycle:
     cdef int adopt(self, Communicator comm) except -1:
         """Take over a communicator of all ranks, before the program has this group."""
         cdef Connection made = self._new_connection(_MAIN, -1)
-        made.call(comm)
+        made.set_up(comm)
         self.connections[_MAIN] = made
         self.connection_made(made, [comm], None)
         return 0

@@ -40,7 +40,7 @@ from ncclpy.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.check import shared_memory
-from ncclpy.process_group.check.mismatch import beside, message_text, pack_message, unpack_message
+from ncclpy.process_group.check.mismatch import difference_of_messages, message_text, pack_message, unpack_message
 from ncclpy.process_group.check.shared_memory import read_offer
 
 
@@ -430,7 +430,7 @@ cdef class PendingMessages:
                 for each, key, packed in zip(stored, keys, found, strict=True):
                     matches[each[:2]] = decode(unpack_message, packed, store, key, each[1])
             for key, peer, own in request.expected:
-                text = beside(own, matches[key, peer], group.rank, peer)
+                text = difference_of_messages(own, matches[key, peer], group.rank, peer)
                 if text is not None:
                     error = NcclError(
                         f"process group {group.name!r}: ranks {min(peer, group.rank)} and {max(peer, group.rank)} disagree on "

@@ -10,7 +10,16 @@ from ncclpy.engine.recorder import method_name
 from ncclpy.errors import ranks, spans
 from ncclpy.types import ReduceOp
 
-__all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack", "unpack_message"]
+__all__ = [
+    "Message",
+    "difference_of_messages",
+    "disagreement",
+    "message_text",
+    "pack",
+    "pack_message",
+    "unpack",
+    "unpack_message",
+]
 
 #: kind, operator, root, whether parts may differ, number of part counts that follow, length of the type's name, count.
 CALL = struct.Struct("=iiiIIIQ")
@@ -147,7 +156,7 @@ def message_text(message: Message | None, peer: int) -> str:
     return f"{named} of {count:,} {dtype} {way} rank {peer}{f' with tag {tag}' if tag >= 0 else ''}"
 
 
-def beside(mine: Message, theirs: Message, rank: int, peer: int) -> str | None:
+def difference_of_messages(mine: Message, theirs: Message, rank: int, peer: int) -> str | None:
     """Return how two matching messages differ, in the same words on both ranks; None if they agree."""
     if mine[1] != theirs[1] and mine[2:] == theirs[2:]:
         return None

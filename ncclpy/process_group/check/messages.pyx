@@ -617,14 +617,14 @@ cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection con
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     """Handle an error of a comparison as `on_error` says."""
     cdef CollectiveCheck collective_check = group.collective_check
-    cdef bint is_reported = error is collective_check.found
+    cdef bint is_disagreement = error is collective_check.found
     # The group ends even with on_error="report" if a rank has called NCCL: its operation would stay on the device for
     # good.
-    if group.on_error != "report" or (is_reported and collective_check.ends):
-        group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_reported)  # its text says what all bring
+    if group.on_error != "report" or (is_disagreement and collective_check.ends):
+        group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_disagreement)  # its text says what all bring
         return 0
-    group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), in_words=not is_reported)
-    if not is_reported:
+    group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), in_words=not is_disagreement)
+    if not is_disagreement:
         abort_in_background(connection.abort(error), text_of(error))  # the missing ranks may still call NCCL
     user_executor.submit(functools.partial(  # handlers of a logger are user code
         _log.error, "rank %d of process group %r continues, as on_error='report' says, after: %s", group.rank, group.name,

@@ -520,7 +520,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         cdef Lifecycle life = self.lifecycle
         cdef ProcessGroup child
         try:
-            child = self._below(
+            child = self._subgroup(
                 name, members, life.timeout, life.timing, on_error=life.on_error, check=life.check, check_nan=life.check_nan
             )
             if comm is not None:
@@ -531,7 +531,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             raise
         return child
 
-    def _below(self, name, members, timeout, timing, **options):
+    def _subgroup(self, name, members, timeout, timing, **options):
         """Return a group of some ranks, with its keys under this group's part of the store.
 
         Under the store itself its name would not be unique: groups of one name number their parts alike, and not all
@@ -876,7 +876,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return self.lifecycle.children - 1
 
     cdef ProcessGroup part(self, str name, list members, timeout, bint timing):
-        return self._below(name, members, self.lifecycle.timeout if timeout is None else timeout, timing)
+        return self._subgroup(name, members, self.lifecycle.timeout if timeout is None else timeout, timing)
 
     cdef object known_error(self):
         self.lifecycle.ask_after_stop()

@@ -30,7 +30,7 @@ cdef class Block:
     cdef bint begun
 
     cdef object _clash(self)
-    cdef str _called(self, size_t place)
+    cdef str _operation_name(self, size_t place)
     cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag) except -1
     # Have the stream of the group wait for what produces the inputs.
     cdef int record(self, CUstream stream) except -1

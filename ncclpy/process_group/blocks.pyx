@@ -99,12 +99,13 @@ cdef class Block:
                 i += 1
         if extents.clash():
             return shared_memory_error(
-                &extents.first, &extents.second, self._called(extents.second.place), self._called(extents.first.place)
+                &extents.first, &extents.second, self._operation_name(extents.second.place),
+                self._operation_name(extents.first.place),
             )
         note_apart(number)
         return None
 
-    cdef str _called(self, size_t place):
+    cdef str _operation_name(self, size_t place):
         """Return what an operation of the block is called."""
         return f"operation {place + 1} of {len(self.kinds)} ({method_of(self.kinds[place])})"
 

@@ -42,25 +42,25 @@ class StoreExchange:
         The part of a store that belongs to the group.
     rank, size
         This rank, and the number of ranks.
-    asks
+    on_demand
         Whether ranks set no notes for collectives that they know, so that other ranks have to ask for those.
     """
 
     shared = False
 
-    def __init__(self, store: Store, rank: int, size: int, asks: bool) -> None:
+    def __init__(self, store: Store, rank: int, size: int, on_demand: bool) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._notes: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._wanted: set[int] = set()
         self._lock = threading.Lock()
         self._asked = 0  # how many questions of all ranks this rank has read
         self._since: tuple[int, float] = (-1, 0.0)
-        self._last: str | None = None
-        self._before: str | None = None
-        self._there: list[bytes | None] = []
+        self._last_key: str | None = None
+        self._previous_key: str | None = None
+        self._values: list[bytes | None] = []
         self._over = threading.Event()
-        self._asks = asks
-        if asks:
+        self._on_demand = on_demand
+        if on_demand:
             threading.Thread(target=self._answer, name="ncclpy-group-notes", daemon=True).start()
 
     @staticmethod
@@ -82,11 +82,11 @@ class StoreExchange:
             return
         with self._lock:
             self._wanted.discard(number)
-        before, self._last = self._last, self.key(number, self.rank)
-        self._there, self._since = [], (number, time.monotonic())
-        self.store.set(self._last, _COMPARES + note)
+        before, self._last_key = self._last_key, self.key(number, self.rank)
+        self._values, self._since = [], (number, time.monotonic())
+        self.store.set(self._last_key, _COMPARES + note)
         if before is not None:
-            self._before = before
+            self._previous_key = before
 
     def leave(self, number: int, note: bytes) -> None:
         """Mark that this rank waits for the others no longer."""
@@ -101,27 +101,27 @@ class StoreExchange:
         keys = [self.key(number, rank) for rank in range(self.size)]
         late = time.monotonic() - self._since[1] >= _PATIENCE
         try:
-            self._there = list(self.store.multi_get(keys, max(0.0, seconds if late else min(seconds, _PATIENCE))))
+            self._values = list(self.store.multi_get(keys, max(0.0, seconds if late else min(seconds, _PATIENCE))))
         except NcclTimeout:
-            if self._asks and self._since[0] == number and time.monotonic() - self._since[1] >= _PATIENCE:
+            if self._on_demand and self._since[0] == number and time.monotonic() - self._since[1] >= _PATIENCE:
                 self._ask(number)
                 self._since = (-1, self._since[1])
             return _WAITS
-        if self._before is not None:  # all ranks are at this collective, so all have read the previous note
-            self.store.delete(self._before)
-            self._before = None
-        mine = self._there[self.rank]
-        if all(told == mine for told in self._there) and mine == _COMPARES + pack(calls, ()):
+        if self._previous_key is not None:  # all ranks are at this collective, so all have read the previous note
+            self.store.delete(self._previous_key)
+            self._previous_key = None
+        mine = self._values[self.rank]
+        if all(told == mine for told in self._values) and mine == _COMPARES + pack(calls, ()):
             return _ALIKE
         return _TO_COMPARE
 
     def brought(self, number: int) -> list[bytes | bool | None]:
         """Return what each rank brings, False for one that is missing or has left."""
-        return [told is not None and told[:1] != _LEFT and told[1:] for told in self._there]
+        return [told is not None and told[:1] != _LEFT and told[1:] for told in self._values]
 
     def passed(self) -> bool:
         """Return whether a rank did not wait in the collective that was looked at last."""
-        return any(told is not None and told[:1] == _PASSED for told in self._there)
+        return any(told is not None and told[:1] == _PASSED for told in self._values)
 
     def absent(self, number: int) -> list[int]:
         """Return the ranks that are missing."""

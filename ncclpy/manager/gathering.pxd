@@ -10,8 +10,8 @@ cdef class Key:
     cdef object value
     cdef Py_hash_t hashed
     cdef bint plain
-    cdef bint sought  # a look-up with it is in progress: keys that need a user's ``__eq__`` are put into `doubts`
-    cdef list doubts  # None while there are none, which is the usual case
+    cdef bint is_lookup  # a look-up with this key is in progress, and no dict holds the key yet
+    cdef list keys_to_compare  # keys that the look-up met and only a user's ``__eq__`` can compare; usually None
     cdef list unequal_keys  # keys that it was compared with and does not equal, or None
     cdef Key equal_key  # the key that it was compared with and equals, or None
 
@@ -65,7 +65,7 @@ cdef class Gathering(Awaited):
     cdef int settle_roots(self) except -1
     cdef int settle_memory(self) except -1
     cdef int _compare_memory(self, Operation* o) except -1
-    cdef str _called(self, size_t place)
+    cdef str _operation_name(self, size_t place)
     cdef int end(self, object error) except -1
     cdef int let_go(self) except -1
     cdef object say(self, str what)
@@ -90,7 +90,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef dict oplogs  # by rank, an `OpLog` of what each rank here begins; None without a store
     cdef bint in_rendezvous  # whether the rendezvous is not over yet
     cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
-    cdef dict gathered  # the dict of the Manager's gatherings, by key
+    cdef dict manager_gatherings  # the dict of the Manager's gatherings, by key
     cdef object end_error  # the error by which another process has ended the communicators, or None
     cdef set informed  # the threads in which the failure of the communicators was raised
     cdef bint end_begun  # whether the end of the communicators, or a close, has begun

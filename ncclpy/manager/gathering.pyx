@@ -51,10 +51,11 @@ cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
 cdef class Key:
     """The key of a collective, for dicts under a lock; the methods of its value's class run outside all locks.
 
-    The value is hashed once, outside all locks. Values of plain types are compared under the lock. Otherwise a look-up
-    notes the keys that it would have to be compared with (`doubts`), and takes them to be different. If nothing was
-    found and there are doubts, `compare` compares outside the lock, and the look-up is repeated until it finds the key
-    or has no doubts. So two threads that use equal keys at the same time find the same gathering.
+    The value is hashed once, outside all locks. Values of plain types are compared under the lock. Otherwise the key
+    of a look-up notes the keys that it would have to be compared with (`keys_to_compare`), and takes them to be
+    different. If nothing was found and there are such keys, `compare` compares outside the lock, and the look-up is
+    repeated until it finds the key or has no keys to compare. So two threads that use equal keys at the same time find
+    the same gathering.
     """
 
     def __hash__(self):
@@ -70,8 +71,8 @@ cdef class Key:
             return True
         if self.plain and other.plain:
             return self.value == other.value
-        seeker, met = (self, other) if self.sought else (other, self)
-        if not seeker.sought:  # both are in the dict
+        seeker, met = (self, other) if self.is_lookup else (other, self)
+        if not seeker.is_lookup:  # both are in the dict
             return False
         if seeker.equal_key is met:
             return True
@@ -79,18 +80,18 @@ cdef class Key:
             for one in seeker.unequal_keys:
                 if one is met:
                     return False
-        if seeker.doubts is None:
-            seeker.doubts = []
-        seeker.doubts.append(met)
+        if seeker.keys_to_compare is None:
+            seeker.keys_to_compare = []
+        seeker.keys_to_compare.append(met)
         return False
 
     cdef int compare(self) except -1:
-        """Compare with the keys in `doubts` by the users' classes; outside all locks."""
+        """Compare with `keys_to_compare`, by methods of the users' classes; outside all locks."""
         cdef Key met
-        doubts, self.doubts = self.doubts, None
+        keys, self.keys_to_compare = self.keys_to_compare, None
         if self.unequal_keys is None:
             self.unequal_keys = []
-        for met in doubts or ():
+        for met in keys or ():
             if met.value == self.value:
                 self.equal_key = met
                 return 0
@@ -99,9 +100,9 @@ cdef class Key:
 
     cdef int end_lookup(self) except -1:
         """End a look-up: forget the results of comparisons; outside all locks."""
-        self.sought = False
+        self.is_lookup = False
         self.equal_key = None
-        self.doubts = self.unequal_keys = None
+        self.keys_to_compare = self.unequal_keys = None
         return 0
 
 
@@ -114,7 +115,7 @@ cdef Key new_key(object value):
         raise TypeError(f"key: {error}; pass a str, an int or a tuple of such") from None
     key.value = value
     key.plain = is_plain(value)
-    key.sought = True
+    key.is_lookup = True
     return key
 
 
@@ -314,11 +315,12 @@ cdef class Gathering(Awaited):
             extents.add_operation(o, self.num_global, index)
         if extents.clash():
             self.error = ValueError(self.say(str(shared_memory_error(
-                &extents.first, &extents.second, self._called(extents.second.place), self._called(extents.first.place)
+                &extents.first, &extents.second, self._operation_name(extents.second.place),
+                self._operation_name(extents.first.place),
             ))))
         return 0
 
-    cdef str _called(self, size_t place):
+    cdef str _operation_name(self, size_t place):
         """Return the name of a participant's operation, with its device."""
         return f"{method_name(self.call.kind)} of device {(<Participant>self.participants[place]).device}"
 
@@ -447,7 +449,7 @@ cdef class DeviceSet(CommunicatorSet):
             return 0
         from ncclpy.manager.process_rendezvous import meet  # most Managers need no store
 
-        self.gathered, self.in_rendezvous, self.making = gatherings, True, True
+        self.manager_gatherings, self.in_rendezvous, self.making = gatherings, True, True
         self.oplogs = {rank: OpLog() for rank in self.ranks}
         self.name = hashlib.blake2b(gathering.communicator_key, digest_size=4).hexdigest()
         self.run_rendezvous = functools.partial(
@@ -487,7 +489,7 @@ cdef class DeviceSet(CommunicatorSet):
         cdef Participant one
         status = self.oplogs[rank].status()
         if status["current"] is None:
-            for gathering in self.waiting + list(self.gathered.values()):
+            for gathering in self.waiting + list(self.manager_gatherings.values()):
                 if gathering.communicator_key == self.key:
                     for one in gathering.participants:
                         if one.global_rank == rank:

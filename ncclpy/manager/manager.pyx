@@ -273,9 +273,9 @@ Gather the participants of collectives by key and launch each collective when al
             return None, None, None
         gathering = self.gatherings.get(key)
         if gathering is None:
-            if not key.doubts and self.signalled:
+            if not key.keys_to_compare and self.signalled:
                 signal = self.signalled.get(key)
-            if key.doubts and signal is None:
+            if key.keys_to_compare and signal is None:
                 return None, None, None
             gathering = new_gathering(key, one, signal is not None)
         gathering.check(one)
@@ -292,7 +292,7 @@ Gather the participants of collectives by key and launch each collective when al
         if not gathering.listed:
             self.gatherings[key] = gathering
             gathering.listed = True
-            key.sought = False
+            key.is_lookup = False
         if gathering.timeout != FOREVER or self.warn_after != FOREVER:
             self._sweep_later(min(gathering.timeout, self.warn_after))
         return gathering, signal, None
@@ -464,11 +464,11 @@ Gather the participants of collectives by key and launch each collective when al
                     if comm_set is not None and comm_set.state == MADE:
                         lent, comm_set = comm_set.launch(gathering, True), None
                     break
-                known = not lookup_key.doubts and lookup_key in self.signalled  # the look-up may add doubts
-                if known or not lookup_key.doubts:
+                known = not lookup_key.keys_to_compare and lookup_key in self.signalled  # the look-up may add keys
+                if known or not lookup_key.keys_to_compare:
                     if not known:
                         self.signalled[lookup_key] = lookup_key
-                        lookup_key.sought = False
+                        lookup_key.is_lookup = False
                     break
             finally:
                 self.lock.leave()

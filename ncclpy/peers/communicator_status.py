@@ -90,7 +90,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
 
     def listen(self) -> None:
         """Publish from now on what these ranks do: at intervals, and whenever a rank asks."""
-        self.start(self._oplogs, self._take, self._lose, self._end_without, self._is_kept)
+        self.start(self._oplogs, self._take_end, self._take_gone, self._end_without, self._is_kept)
 
     def _is_kept(self) -> bool:
         """Return whether the owner is there; leave if it was dropped."""
@@ -116,9 +116,9 @@ class CommunicatorStatus(StatusService, Generic[_T]):
                 return False
             self._end_here(f": the other ranks take this process for lost: {error}", NcclRemoteError.__name__)
             return True
-        return end is not None and self._take(end)
+        return end is not None and self._take_end(end)
 
-    def _take(self, end: End) -> bool:
+    def _take_end(self, end: End) -> bool:
         if self.is_over or end.rank == self.rank:
             return False
         by = "" if end.rank is None else f" by rank {end.rank} of {self.size}"
@@ -130,7 +130,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         if owner is not None:
             self._end_owner(owner, text, kind)
 
-    def _lose(self, rank: int, why: str, waiting: object = None) -> None:
+    def _take_gone(self, rank: int, why: str, waiting: object = None) -> None:
         """Take the news that the process of a rank has ended, see `_look_again`."""
         call_at(time.monotonic() + _GRACE, functools.partial(self._look_again, rank, why, waiting))
 
@@ -145,7 +145,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         if waits and waits == waiting:
             self._end_without(rank, why)
         else:
-            self._lose(rank, why, waits)
+            self._take_gone(rank, why, waits)
 
     def _end_without(self, rank: int, why: str) -> None:
         with contextlib.suppress(NcclError, ValueError):  # the store may be gone with that process

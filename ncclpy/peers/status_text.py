@@ -96,7 +96,9 @@ def sentence(
     thing = kind.rpartition(" ")[2]
     awaited = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
     if len(awaited) > _MAX_DESCRIBED:  # what each did last is in the data
-        awaited = _grouped((each for clause in awaited for each in clause.members), lambda each: _lost(each, ""))
+        awaited = _grouped(
+            (each for clause in awaited for each in clause.members), lambda each: _awaited_template(each, "")
+        )
     waiting = _grouped((each for each in states if each.state in _COUNTED), lambda each: _clause(each, subject))
     in_subject = [each for each in waiting if each.order == len(_ORDER)]
     others = _merged([each for each in waiting if each.order < len(_ORDER)])
@@ -208,10 +210,10 @@ def _clause(state: RankState, subject: OperationInfo | None) -> tuple[str, int]:
         past = f"{{who}} {{have}} finished {_braces(state.finished.name)}"
     waits = state.current is not None and state.current == subject
     if state.state == "running":
-        return _waits(state.current, subject), len(_ORDER) if waits else _ORDER.index("running")
+        return _running_template(state.current, subject), len(_ORDER) if waits else _ORDER.index("running")
     if state.state not in _COUNTED:
         last = "" if state.finished is None else _braces(f" after {state.finished.name}")
-        return _lost(state, last if state.state == "closed" else _heard_last(current, last))
+        return _awaited_template(state, last if state.state == "closed" else _heard_last(current, last))
     called = _braces(state.current.name) if state.current is not None and waits else current
     other_group = f"{state.kind or 'process group'} {state.where!r}"
     templates = {
@@ -231,7 +233,7 @@ def _heard_last(current: str, last: str) -> str:
     return f", last heard of in {current}" if current else last and f", last heard of{last}"
 
 
-def _lost(state: RankState, last: str) -> tuple[str, int]:
+def _awaited_template(state: RankState, last: str) -> tuple[str, int]:
     """Return the template and the place for a rank that does not answer; `last` is what was last known of it."""
     templates = {
         "closed": "{who} {have} closed the {thing}",
@@ -246,7 +248,7 @@ def _lost(state: RankState, last: str) -> tuple[str, int]:
     return templates[state.state] + ("" if state.state == "not_joined" else last), _ORDER.index(state.state)
 
 
-def _waits(current: OperationInfo | None, subject: OperationInfo | None) -> str:
+def _running_template(current: OperationInfo | None, subject: OperationInfo | None) -> str:
     if current is None:
         return "{who} wait{s}{since}"
     if current == subject:

@@ -149,7 +149,7 @@ cdef class PeerNews:
     cdef long long number
 
     cdef Lifecycle _group_if_current(self)
-    cdef bint _waits_for(self, Lifecycle group, int rank, theirs) except -1
+    cdef bint _waits_for(self, Lifecycle group, int rank, begun_there) except -1
 
 
 # A number that no group has had.

@@ -361,7 +361,7 @@ cdef int note_site(Entry entry) except -1:
     """
     cdef PyObject* found = ncclpy_frame()
     cdef PyObject* inner
-    cdef object frame, code, own
+    cdef object frame, code, is_inner
     cdef int frames_left = _MAX_FRAMES
     if found == NULL:
         return 0
@@ -369,8 +369,8 @@ cdef int note_site(Entry entry) except -1:
     while True:
         code = ncclpy_frame_code(frame)
         inner = PyDict_GetItem(_is_inner, ncclpy_code_file(code))
-        own = _is_own_file(<str>ncclpy_code_file(code)) if inner == NULL else <object>inner
-        if own is False or frames_left == 0:
+        is_inner = _is_inner_file(<str>ncclpy_code_file(code)) if inner == NULL else <object>inner
+        if is_inner is False or frames_left == 0:
             entry.code, entry.at = code, ncclpy_frame_at(frame)
             return 0
         frames_left -= 1
@@ -381,7 +381,7 @@ cdef int note_site(Entry entry) except -1:
         Py_XDECREF(found)
 
 
-cdef object _is_own_file(str file):
+cdef object _is_inner_file(str file):
     if len(_is_inner) >= _MAX_FILES:  # code made at run time may have a new file name each time
         _is_inner.clear()
     inner = file.startswith(_OWN)

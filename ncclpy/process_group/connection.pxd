@@ -42,7 +42,7 @@ cdef class Request:
     cdef CallSignature brought  # compared with the other ranks' signatures; None without `check`
     cdef list expected  # ((channel, number), peer, message) of each message whose match it waits for
     cdef double since  # the moment from which its limit counts; 0 before
-    cdef Request partner  # the other half, if this is a send of the rank to itself or its receive
+    cdef Request partner  # of a message from this rank to itself: the request of the other half, once it is known
 
     cdef int add(self, const Operation* operation) except -1
     cdef int fail(self, object error) except -1
@@ -88,7 +88,7 @@ cdef class Connection(CommunicatorSet):
     cdef bint has_unsettled(self) except -1
     # How many operations wait for it or are under way on it.
     cdef Py_ssize_t pending(self) except -1
-    # Whether it can be closed: it is made, and has no error of which its peers would have to be told.
+    # Whether it can be closed: it is made, and has no error that its peers would have to be told.
     cdef bint is_well(self) except -1
     # Raise for an operation on a communicator that is gone.
     cdef int refuse(self) except -1

@@ -472,7 +472,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int division_failed(self, Connection main, error) except -1:
-        """Handle a failed division of the communicator of all ranks, in which other ranks may still wait."""
+        """Handle a failed division of the communicator of all ranks, which was aborted or other ranks still divide."""
         cdef Communicator comm
         if self.on_error != "report":
             self.fail(error, text_of(error), main.epoch)
@@ -507,7 +507,7 @@ cdef class Lifecycle:
     ):
         """Do the rest of `fail`, after the inquiry."""
         cdef Connection one
-        if not only_if_asked:  # then the program has the error already; `text`, for other ranks, has no call site
+        if not only_if_asked:  # else the program has the error already; `text`, for other ranks, has no call site
             self._add_call_site(error)
         with self.lock:
             if number is not None and number != self.number:

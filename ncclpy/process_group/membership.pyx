@@ -293,7 +293,7 @@ cdef class Membership:
         return 0
 
     cdef int _confirm(self, bint drained) except -1:
-        """Confirm the end of the present state: from now on this rank does not listen to the ranks that announce it."""
+        """Confirm the end of the present state: this rank stops listening next, and so would not hear of it later."""
         cdef Lifecycle group = self.group
         cdef Connection one
         if not drained:

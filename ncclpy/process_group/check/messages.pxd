@@ -54,7 +54,7 @@ cdef class PendingMessages:
     cdef dict routes  # by peer
     cdef RingSet rings  # made by the thread when it first runs
     cdef bint is_serving  # whether the thread runs
-    cdef bint urgent  # whether the thread has to process the request held last even if no peer wakes it
+    cdef bint urgent  # whether the thread has to process held requests even if no peer wakes it
 
     cdef PeerRoute _route_to(self, int rank, int peer)
     cdef bint _all_match(self, Request request) except -1
@@ -68,7 +68,7 @@ cdef PendingMessages new_pending_messages(Lifecycle group)
 # Hold a request back, or have the caller launch it; with the group's lock held. Returns whether it is held.
 cdef bint hold(Lifecycle group, Connection connection, Request request) except -1
 
-# Start the thread that compares held requests, or wake it if the last one is urgent. Called without the group's lock.
+# Start the thread that compares held requests, or wake it if that is `urgent`. Called without the group's lock.
 cdef int serve_held(Lifecycle group) except -1
 
 # Wait until nothing is held back on a communicator.

@@ -14,7 +14,7 @@ cdef extern from * nogil:
     #include <time.h>
     #include <unistd.h>
 
-    /* Unlike the words of native.h these are slept on by several processes. */
+    /* Unlike the words of native.h, several processes sleep on these. */
     static inline void ncclpy_shared_sleep(int* word, int value, double seconds) {
       struct timespec t;
       if (seconds <= 0) return;
@@ -81,10 +81,12 @@ cdef class RingSet:
     cdef dict offered(self)
     # The value of `changes`, which counts the times that the rank was woken or got a note.
     cdef int change_count(self) noexcept
+    # Wake the threads of this rank that sleep or poll.
     cdef void wake(self) noexcept
     # Sleep until `changes` differs from `seen`, for so many seconds at most.
     cdef int wait(self, int seen, double seconds) except -1
-    # Poll `changes` instead of sleeping, from `watch` to `leave`.
+    # Poll `changes` instead of sleeping, from `watch` to `leave`. `is_woken` does so until it differs from `seen`, or
+    # until a moment, and returns whether it differs.
     cdef void watch(self) noexcept
     cdef bint is_woken(self, int seen, double until) noexcept
     cdef void leave(self, int seen) noexcept

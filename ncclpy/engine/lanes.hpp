@@ -195,7 +195,7 @@ class Lanes {
     for (size_t i = 0; i < count; i++) lanes_[numbers[i]]->give_back();
   }
 
-  // Returns the borrowed lanes by a job for the first of them, which gives the others back.
+  // Returns the borrowed lanes by pushing a job to the first of them; the job gives the others back.
   void pass_on(Job* job, const int* numbers) { lanes_[numbers[0]]->give_back(job); }
 
   bool is_idle(int number) { return lanes_[number] == nullptr || lanes_[number]->is_idle(); }

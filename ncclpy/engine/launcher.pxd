@@ -13,7 +13,7 @@ from ncclpy.engine.work cimport Work
 # A lane is identified by its number. Return the lane of a device, and start its thread if necessary.
 cdef int lane_of(int device) except -1
 
-# The distinct lanes of a list; returns how many there are.
+# Store the distinct numbers of a list in `found`, which may be the list; return how many there are.
 cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogil
 
 # Push jobs to their lanes, in the one order of all launches of the process.
@@ -24,7 +24,7 @@ cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcep
 cdef bint borrow_lanes(const int* numbers, size_t count) noexcept
 cdef void give_lanes_back(const int* numbers, size_t count) noexcept nogil
 
-# Return borrowed lanes by a job for the first of them, which gives the others back.
+# Return borrowed lanes by pushing a job to the first of them; the job gives the others back.
 cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil
 
 

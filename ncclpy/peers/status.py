@@ -172,7 +172,7 @@ class StatusService:
         self.own = [each.rank for each in known]
         self.rank = self.own[0]
         self.is_watched = self.is_over = False
-        self._statuses = [each.look for each in known]  # also asked once a group has failed
+        self._statuses = [each.look for each in known]  # kept: the entry of a failed group loses its `look`
         self.own_title = f"rank {self.rank} of {self._kind} {self.name!r}"
         self._processes = PeerProcesses(store, self.own, lambda rank, why: self.on_gone(rank, why))
         self._heartbeats: Heartbeats | None = None

@@ -52,7 +52,7 @@ cdef class Manager(Participants):
 timing=False, config=None, store=None)
 --
 
-Gather the participants of collectives by key and launch each collective when all of its own have come.
+Gather the participants of collectives by key, and launch each collective when all of its participants have come.
 
     Every participant is one device with its buffers. Participants of a key may be added from different threads and in
     any order; nothing blocks. The last one launches the collective on all devices; each participant's `Work` is
@@ -84,9 +84,9 @@ Gather the participants of collectives by key and launch each collective when al
         NCCL's configuration for the communicators.
     store : Store, optional
         A store that the processes of a ``communicator_key`` share, or an object that `ncclpy.bootstrap.as_store`
-        accepts. The processes meet there before NCCL, under the collective's deadline; its error names the missing
-        ranks and has them in ``missing``. Later errors say what each rank does, and have it in ``ranks``. All
-        processes must give a store, or none.
+        accepts. The processes meet there before NCCL is called, within the collective's timeout; the error after it
+        names the missing ranks and has them in ``missing``. Later errors say what each rank does, and have it in
+        ``ranks``. All processes must give a store, or none.
     """
 
     cdef Lock lock  # guards all below

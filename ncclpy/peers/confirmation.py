@@ -1,7 +1,7 @@
 """Confirmations: ranks tell each other that they know of the end of a group, before any of them aborts its
 communicators.
 
-A rank that has confirmed takes no operation that ends from then on for successful (engine.work): an abort of another
+A rank that has confirmed counts no operation that ends from then on as successful (engine.work): an abort of another
 rank may have ended the operation, with wrong data.
 """
 
@@ -52,7 +52,7 @@ class Patience:
     """How long ranks that have not confirmed are waited for.
 
     There is no wait for a rank whose process has ended. The wait for a stopped rank ends when one stop, without a
-    break, has lasted a second: a rank that continues after such a stop asks before it takes an operation for
+    break, has lasted a second: a rank that continues after such a stop asks before it counts an operation as
     successful (`engine.work`). After shorter stops a rank does not ask, so a series of them does not count as one. The
     wait for another rank ends when that rank has run for five seconds.
 
@@ -123,7 +123,7 @@ class Confirmation:
         _ends.add(self)
 
     def confirm(self) -> None:
-        """Tell that this process knows of the end, and takes no operation that ends from now on for successful."""
+        """Tell that this process knows of the end, and counts no operation that ends from now on as successful."""
         self._begun = time.monotonic()
         with contextlib.suppress(StoreError, NcclTimeout):
             for rank in self._own:

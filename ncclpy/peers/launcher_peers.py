@@ -35,7 +35,7 @@ _log = logging.getLogger("ncclpy.peers")
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _SILENT_STORE_PAUSE = 10.0
 #: Seconds since its last question after which a rank, which may have been stopped, asks the store whether the
-#: communicator has ended meanwhile; until the answer it takes no completed operation for successful. The others wait a
+#: communicator has ended meanwhile; until the answer it counts no completed operation as successful. The others wait a
 #: second for a stopped rank.
 _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
@@ -123,7 +123,7 @@ class LauncherPeers(PeerStatusHook):
         return 0
 
     def confirm(self) -> int:
-        """Tell the others that this rank takes no operation that ends from now on for successful."""
+        """Tell the others that this rank counts no operation that ends from now on as successful."""
         self._peer_status.confirm()
         return 0
 

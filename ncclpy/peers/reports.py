@@ -53,8 +53,8 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: Seconds of a slice of the wait for answers; between slices the asking rank checks which ranks cannot answer.
 _SLICE = 0.05
-#: A store counts as slow if one operation takes this many seconds. The wait for answers is longer by the time of this
-#: many operations.
+#: A store counts as slow if one operation takes `_SLOW_OPERATION` seconds. The wait for answers is longer by the time
+#: of `_SLOW_FACTOR` operations.
 _SLOW_OPERATION, _SLOW_FACTOR = 0.02, 3
 #: The most questions that are answered at a time; earlier ones get no answer.
 _MAX_QUESTIONS = 64

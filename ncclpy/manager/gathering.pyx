@@ -287,7 +287,7 @@ cdef class Gathering(Awaited):
         """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
         cdef Participant participant
         cdef Operation o
-        cdef uint64_t number = ~digest_begun(self.num_global)  # inverted: a group's digest has the ranks too
+        cdef uint64_t number = ~digest_begun(self.num_global)  # inverted: unlike a group's, it covers `check_layout`
         if self.error is not None:
             return 0
         memset(&o, 0, sizeof(o))

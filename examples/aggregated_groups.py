@@ -1,7 +1,7 @@
-"""Many small all-reduces, once one by one and once in a group, where NCCL launches them together.
+"""Make many small all-reduces, first one by one, then in a group, which NCCL launches as one kernel.
 
-It counts rather than measures: on GPUs a group of 64 small all-reduces costs one kernel launch instead of 64, which
-`ncclpy perf all_reduce -m 64` measures on your machine. A plan then repeats the group without recording it again.
+On GPUs a group of 64 small all-reduces costs one launch instead of 64; `ncclpy perf all_reduce -m 64` measures
+that on your machine. A plan then repeats the group without recording it again.
 """
 
 from typing import Any

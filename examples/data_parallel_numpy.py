@@ -1,7 +1,7 @@
-"""Train a linear model on four virtual devices, one thread each: what data-parallel training does with its gradients.
+"""Train a linear model on four virtual devices, one thread each: data-parallel training by hand.
 
 Every rank has a quarter of the data, computes the gradient of its part, and averages it with the others. After each
-step all ranks have the same weights, and they are those of training on the whole data set in one place.
+step all ranks have the same weights: those that one process with the whole data set would have.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Train a small torch model on every device of this process, gradients averaged in one group a step.
+"""Train a small torch model on every device of this process, with one group of all-reduces per step.
 
 On a machine with GPUs the models are on the GPUs and NCCL moves the gradients. Without one, choose the host engine
 with NCCLPY_LIBRARY=host, and the models are in CPU memory. The program is the same.
@@ -33,7 +33,7 @@ for _ in range(20):
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
         step.append(loss.detach())
-    with ncclpy.group():  # all devices and all layers: one launch a device, on torch's current streams
+    with ncclpy.group():  # all devices and layers: one launch for each device, on torch's current streams
         for comm, model in zip(comms, models, strict=True):
             for parameter in model.parameters():
                 comm.all_reduce(parameter.grad, op="avg")

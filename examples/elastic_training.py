@@ -1,8 +1,8 @@
-"""Train on four processes, of which one is killed and another one comes: 4 -> 3 -> 4 ranks, and no step is lost.
+"""Train on four processes, of which one is killed and a new one joins: 4 -> 3 -> 4 ranks, and no step is lost.
 
-Nothing is written to a disk. Whoever is left agrees on who that is (`recover`); then rank 0 tells all where it is, and
-they go on from there: a step that only some of them had finished is done again, with the same result. Every few steps
-the group lets those in who wait (`admit`).
+There are no checkpoints. The survivors agree on the ranks that continue (`recover`). Then rank 0 sends its step and
+weights to all, and they continue from there: a step that only some ranks had finished is repeated, with the same
+result. Every few steps the group admits processes that wait to join (`admit`).
 
 python examples/elastic_training.py
 """
@@ -31,7 +31,7 @@ def gradient(weights: Array, x: Array, y: Array) -> Array:
 
 
 def train(group: ncclpy.ProcessGroup) -> Array:
-    """Train from wherever the others are, and return the weights."""
+    """Train from the step of rank 0 on, and return the weights."""
     step, weights, changed = 0, np.zeros(3), True
     while True:
         try:
@@ -44,9 +44,9 @@ def train(group: ncclpy.ProcessGroup) -> Array:
             if step == STEPS and group.size == RANKS:
                 return weights
             if step % 5 == 0 and group.admit():
-                changed = True  # who is new knows nothing yet
+                changed = True  # a new rank has neither step nor weights
                 continue
-            if step == STEPS:  # who is to come may take its time
+            if step == STEPS:  # the new process may not have joined yet
                 time.sleep(0.02)
                 continue
             part = slice(group.rank * SAMPLES // group.size, (group.rank + 1) * SAMPLES // group.size)
@@ -73,7 +73,7 @@ def worker(port: int, device: int, joins: bool) -> None:
 
 
 def main() -> None:
-    """Serve the store, which outlives every rank, and see to their fates."""
+    """Serve the store, which outlives every rank; start, kill and replace the ranks."""
     with TCPStore("127.0.0.1", 0, serve=True) as store:
 
         def start(device: int, *joins: str) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""One process a device, started by any launcher: who started it says rank and size, and where the ranks meet.
+"""Run one process per device, under any launcher: it provides rank, size and the address for the rendezvous.
 
 ncclpy run -n 4 examples/from_env.py
 torchrun --nproc-per-node 4 examples/from_env.py

@@ -1,7 +1,7 @@
-"""Train a torch model whose gradients come in another order on every rank; the coordinator has all ranks agree on one.
+"""Train a torch model: on each rank gradients become ready in another order, and the coordinator agrees on one order.
 
-Four ranks, threads of this process: on GPUs as many as there are. Each rank's model calls its branches in an order of
-its own, so that its backward pass does, too. What comes of it is what one process with all data gets.
+Four ranks, threads of this process: on GPUs as many as there are. Each rank's model calls its branches in another
+order, and so does its backward pass. The result is that of one process with all the data.
 """
 
 import random
@@ -33,7 +33,7 @@ class Branches(torch.nn.Module):
 
 
 def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a rank sees in a step."""
+    """Return the data of a rank in a step."""
     made = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(BATCH, 6, generator=made)
     return inputs, inputs.sum(1, keepdim=True)
@@ -76,7 +76,7 @@ def alone() -> torch.Tensor:
 def main() -> None:
     store = LocalStore()
     results: dict[int, torch.Tensor] = {}
-    models = [made(rank) for rank in range(RANKS)]  # which differ, until they are made alike
+    models = [made(rank) for rank in range(RANKS)]  # they differ until rank 0's parameters are broadcast
     threads = [threading.Thread(target=train, args=(rank, models[rank], store, results)) for rank in range(RANKS)]
     for each in threads:
         each.start()

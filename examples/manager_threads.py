@@ -1,7 +1,7 @@
-"""Threads whose gradients become ready in any order, brought together by key.
+"""Reduce gradients that become ready in any order on the threads of several devices; the Manager matches them by key.
 
-Each thread stands for one device and visits its layers in an order of its own. Without the Manager that is a deadlock:
-NCCL wants the same order on every device. With it, a layer is reduced as soon as the last device has brought it.
+Each thread stands for one device and visits its layers in another order. Without the Manager that would
+deadlock: NCCL needs the same order on every device. The Manager reduces a layer as soon as the last thread adds it.
 """
 
 import random

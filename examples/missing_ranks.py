@@ -1,7 +1,7 @@
-"""Who is missing? One rank does not make the last call, and the dumps of all of them tell which.
+"""Find the missing rank: one rank does not make the last call, and the dumps of all ranks name it.
 
-A dump is written when the deadline passes, on SIGUSR2, and here also on SIGTERM, which torchrun sends to the others
-when one has failed. FOLDER is on a file system that all of them see, and new for every run.
+A dump is written when the deadline passes, on SIGUSR2, and here also on SIGTERM, which torchrun sends to the other
+ranks when one has failed. FOLDER is on a file system that all ranks share, and new for every run.
 
 torchrun --nproc-per-node 4 examples/missing_ranks.py FOLDER [SECONDS]
 ncclpy trace FOLDER
@@ -27,10 +27,10 @@ import ncclpy  # noqa: E402
 
 
 def dump_on_sigterm() -> None:
-    """Dump from a thread of its own: a handler of Python's waits for the main thread, which may be stuck."""
+    """Write the dump in another thread: Python runs signal handlers in the main thread, which may be stuck."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes)  # the number of each signal is written there as soon as it comes
+    signal.set_wakeup_fd(writes)  # Python writes the number of each signal there at once
     signal.signal(signal.SIGTERM, lambda *_: None)
 
     def serve() -> None:
@@ -50,10 +50,10 @@ def work(comm: ncclpy.Communicator) -> None:
         array = torch.ones(4, dtype=torch.float64, device=f"cuda:{comm.device}")
     for step in range(3):
         if step == 2 and rank == size - 1:
-            time.sleep(3600)  # the rank that is missing: its data does not come, say
+            time.sleep(3600)  # the missing rank: for example, its data loader is stuck
         comm.all_reduce(array, timeout=seconds)
         ncclpy.synchronize(comm.device)
-    comm.barrier()  # on GPUs a call only begins; the next one raises what became of it
+    comm.barrier()  # on GPUs the call before only starts; this one raises its error
 
 
 folder.mkdir(parents=True, exist_ok=True)

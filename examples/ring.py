@@ -1,7 +1,7 @@
-"""Pass a token around a ring: every rank sends to the next and receives from the one before, until it is home.
+"""Pass tokens around a ring: each rank sends to the next and receives from the previous, until every token is back.
 
-A send and the receive that it needs stand in one group: one after the other, every rank would wait in its send. With
-GPUs and torch the token is a tensor on each GPU; on the host engine (NCCLPY_LIBRARY=host) a numpy array.
+The send and the receive of a rank are in one group: otherwise every rank would wait in its send. With GPUs and torch
+the token is a tensor on each GPU; on the host engine (NCCLPY_LIBRARY=host) a numpy array.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ else:
 mine = [token(rank) for rank in range(size)]
 seen: list[list[int]] = [[] for _ in comms]
 for _ in range(size):
-    arriving = [token(rank) for rank in range(size)]  # of the same size; the receives replace the contents
+    arriving = [token(rank) for rank in range(size)]  # buffers; the receives overwrite them
     with ncclpy.group():
         for comm, outgoing, incoming in zip(comms, mine, arriving, strict=True):
             comm.send(outgoing, peer=(comm.rank + 1) % size)

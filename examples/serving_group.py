@@ -1,8 +1,8 @@
-"""Serve a layer that is spread over three processes, of which two are killed: the others take over their parts.
+"""Serve a layer that is divided among three processes, of which two are killed: the others take over their parts.
 
 Each rank has some of the layer's columns. Rank 0 takes the requests, sends each to all, and gathers the parts of the
-answer. When a member is gone, those that are left divide the layer anew, and who is rank 0 then goes on with the first
-request that has no answer: so every request is answered, whichever rank dies when.
+answer. When a rank dies, the survivors divide the layer anew, and their rank 0 continues with the first request that
+has no answer. So every request is answered, whichever rank dies at whatever moment.
 
 python examples/serving_group.py
 """
@@ -22,11 +22,11 @@ layer = np.random.default_rng(0).normal(size=(WIDTH, COLUMNS))
 
 
 def serve(group: ncclpy.ProcessGroup) -> None:
-    """Answer requests until the last one; what a rank has of the layer follows from its rank and the group's size."""
+    """Answer requests until the last one; a rank's columns of the layer follow from its rank and the group's size."""
     number = 0
     while True:
         try:
-            request = np.zeros(1 + WIDTH)  # its number, and what is asked
+            request = np.zeros(1 + WIDTH)  # its number, and its vector
             if group.rank == 0:
                 while number < REQUESTS and group.store.check([f"answer/{number}"]):
                     number += 1
@@ -45,7 +45,7 @@ def serve(group: ncclpy.ProcessGroup) -> None:
                 group.store.set(f"answer/{number}", np.concatenate(answer).tobytes())
         except ncclpy.NcclError as error:
             found = group.recover(timeout=30)
-            print(f"{group.size} ranks go on without {found.lost}: {error}")
+            print(f"{group.size} ranks continue without {found.lost}: {error}")
 
 
 def main() -> None:

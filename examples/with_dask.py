@@ -1,4 +1,4 @@
-"""Workers of Dask as the ranks of a communicator, which meet at a store that the client serves.
+"""Use Dask workers as the ranks of a communicator; they find each other through a store that the client serves.
 
 python examples/with_dask.py
 """
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 def column_means(rank: int, size: int, host: str, port: int, token: str, rows: Array) -> Array:
-    """Return the means of all ranks' rows together; the task of one worker."""
+    """Return the means over all ranks' rows; the task of one worker."""
     ncclpy.use("host")  # on GPUs: leave it out, and pass arrays of CuPy
     with TCPStore(host, port, token=token, timeout=60) as store:
         unique_id = store.gather("unique id", rank, size, bytes(ncclpy.get_unique_id()) if rank == 0 else b"", 60)[0]
@@ -29,18 +29,18 @@ def column_means(rank: int, size: int, host: str, port: int, token: str, rows: A
 
 
 def main() -> None:
-    """Start a cluster here; to use another one, give its address to the client."""
+    """Start a cluster on this machine; for an existing one, pass its address to the client."""
     token = secrets.token_hex(16)
     with (
         LocalCluster(n_workers=SIZE, threads_per_worker=1, dashboard_address=None) as cluster,
         Client(cluster) as client,
-        # For workers on other machines: this one's name in place of 127.0.0.1.
+        # For workers on other machines, use this machine's name in place of 127.0.0.1.
         TCPStore("127.0.0.1", 0, serve=True, token=token) as store,
     ):
         client.wait_for_workers(SIZE, timeout=60)
         addresses = sorted(client.scheduler_info()["workers"])[:SIZE]
         parts = np.array_split(np.arange(24.0).reshape(8, 3), SIZE)
-        # All must run at a time: each task is for one worker, and none is a repetition of another.
+        # All tasks must run at once: each is pinned to one worker, and Dask may not reuse the result of another.
         tasks = [
             client.submit(
                 column_means, rank, SIZE, store.host, store.port, token, parts[rank], workers=[address], pure=False

@@ -1,4 +1,4 @@
-"""One process a device, started by mpirun, for a program that uses mpi4py: a communicator of the same ranks.
+"""Run one process per device under mpirun: a program that uses mpi4py makes a communicator of the same ranks.
 
 mpirun -n 4 python examples/with_mpi.py
 """

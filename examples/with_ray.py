@@ -1,6 +1,6 @@
-"""Actors of Ray as the ranks of a process group, which meet at a store that the driver serves.
+"""Use Ray actors as the ranks of a process group; they find each other through a store that the driver serves.
 
-Four actors average their gradients. Then one is killed, the others say so, and go on as three.
+Four actors average their gradients. Then one is killed; the others report it and continue as three ranks.
 
 python examples/with_ray.py
 """
@@ -21,7 +21,7 @@ TARGET = np.array([1.0, -2.0, 0.5])
 
 
 class Worker:
-    """One rank: it keeps a group and a model."""
+    """One rank, with a group and a model."""
 
     def __init__(self, rank: int, size: int, host: str, port: int, token: str) -> None:
         ncclpy.use("host")  # on GPUs: leave it out, pass device=0, the one GPU that the actor sees, and arrays of CuPy
@@ -31,7 +31,7 @@ class Worker:
         self.model = np.zeros(3)
 
     def train(self, steps: int) -> Array:
-        """Go on for some steps; return the model."""
+        """Train for some steps; return the model."""
         for _ in range(steps):
             inputs = self.random.normal(size=(32, 3))
             gradient = 2 * inputs.T @ (inputs @ (self.model - TARGET)) / len(inputs)
@@ -40,11 +40,11 @@ class Worker:
         return self.model
 
     def recover(self) -> tuple[int, ...]:
-        """Agree with the others who is left; return who is lost."""
+        """Agree with the others on the ranks that continue; return the lost ones."""
         return self.group.recover(timeout=30, min_size=2).lost
 
     def close(self) -> None:
-        """Leave the group; all do so."""
+        """Close the group; all ranks call it."""
         self.group.close()
         self.store.close()
 

@@ -29,6 +29,7 @@ LAST_LINES = {
     "gradients_in_any_order": "alike: True",
     "serving_group": "60 requests answered",
     "ring": "rank 0 saw the tokens of",
+    "weights_to_engines": "both engines have the trainer's last version",
 }
 # Open MPI needs these to start four processes, as root, on a machine with two cores.
 OPEN_MPI = {
@@ -59,13 +60,13 @@ def needs(*modules):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "elastic_training")) for name in sorted(LAST_LINES)],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("elastic_training", "weights_to_engines"))) for name in sorted(LAST_LINES)],
 )
 def test_example(name):
     needs(
         *(
             ["torch"]
-            if "torch" in name or name == "gradients_in_any_order" or ncclpy.library().engine == "cuda"
+            if "torch" in name or name in ("gradients_in_any_order", "weights_to_engines") or ncclpy.library().engine == "cuda"
             else []
         )
     )

@@ -9,9 +9,11 @@ from ncclpy.interop.torch.gradients import GradientAverage, average_gradients
 from ncclpy.interop.torch.parameters import broadcast_parameters
 from ncclpy.interop.torch.recovery import backend_of, recover
 from ncclpy.interop.torch.registration import register
+from ncclpy.interop.torch.weights import WeightReceiver, Weights, WeightSender
 
 __all__ = [
-    "GradientAverage", "average_gradients", "backend_of", "broadcast_parameters", "read_tensors_natively", "recover",
+    "GradientAverage", "WeightReceiver", "WeightSender", "Weights", "average_gradients", "backend_of",
+    "broadcast_parameters", "read_tensors_natively", "recover",
 ]  # fmt: skip
 
 try:

@@ -307,12 +307,12 @@ cdef struct _Head:
     int sleepers
 
 
-cdef size_t _note_bytes(size_t size):
+cdef size_t _note_bytes(size_t size) noexcept nogil:
     """Return how many bytes a full note may have: space for two messages and one part count per rank."""
     return 4096 - sizeof(_FullNote) + 64 * size
 
 
-cdef size_t _stride(size_t size):
+cdef size_t _stride(size_t size) noexcept nogil:
     return _RING * sizeof(_ShortNote) + 2 * (sizeof(_FullNote) + _note_bytes(size))
 
 
@@ -370,11 +370,11 @@ cdef class SharedExchange:
             munmap(self.base, self.length)
 
     cdef _ShortNote* short_note_of(self, int rank, uint64_t number) noexcept nogil:
-        cdef size_t stride = _RING * sizeof(_ShortNote) + 2 * (4096 + 64 * <size_t>self.size)
+        cdef size_t stride = _stride(<size_t>self.size)
         return <_ShortNote*>(self.base + _HEAD + rank * stride) + number % _RING
 
     cdef _FullNote* full_note_of(self, int rank, int which) noexcept nogil:
-        cdef size_t place = 4096 + 64 * <size_t>self.size
+        cdef size_t place = sizeof(_FullNote) + _note_bytes(<size_t>self.size)
         return <_FullNote*>(<char*>self.short_note_of(rank, 0) + _RING * sizeof(_ShortNote) + which * place)
 
     def put(self, uint64_t number, bytes calls not None, bytes note, bint has_messages):

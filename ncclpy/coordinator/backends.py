@@ -34,9 +34,10 @@ class DataPlane(Protocol):
         factor: float | None,
         on_device: bool,
     ) -> FusedLaunch | None:
-        """Launch one all-reduce of several arrays. None stands for the operator's identity: this rank has joined.
+        """Launch one all-reduce of several arrays.
 
-        `on_device` is whether the arrays are in device memory.
+        None in place of an array is the operator's identity, which a rank that has joined contributes. `on_device` is
+        whether the arrays are in device memory.
         """
 
     def barrier(self, brought: TensorEntry) -> None:
@@ -46,17 +47,17 @@ class DataPlane(Protocol):
         """Launch a broadcast in place."""
 
     def gather(self, brought: TensorEntry, counts: Sequence[int], result: Any) -> FusedLaunch | None:
-        """Launch a gather into a new array; `counts` has the elements of each rank's part."""
+        """Launch a gather into a new array; `counts` has the number of elements of each rank's part."""
 
     def scatter(
         self, brought: TensorEntry, op: int, factor: float | None, counts: Sequence[int], result: Any
     ) -> FusedLaunch | None:
-        """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
+        """Launch a reduce-scatter; `counts` has the number of elements of each rank's part."""
 
     def exchange(
         self, brought: TensorEntry, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
     ) -> FusedLaunch | None:
-        """Launch an all-to-all; the counts have the elements for and from each rank."""
+        """Launch an all-to-all; the counts are the numbers of elements sent to and received from each rank."""
 
     def is_free(self) -> bool:
         """Wait a moment at most; return whether the next copy-in of CPU memory then waits for no other rank."""
@@ -99,13 +100,13 @@ class DataBackend(Protocol):
         """Call `callback` with the error when an operation of this backend fails."""
 
     def failure(self) -> BaseException | None:
-        """Return the error that has ended this backend, even if only the store has it so far; None without one."""
+        """Return the error that has ended this backend, even one that only the store has so far; None without one."""
 
     def part(self, name: str, members: Sequence[int]) -> DataBackend:
         """Return a backend of some of these ranks, this one included; all other ranks call `skip_part`."""
 
     def skip_part(self, members: Sequence[int]) -> None:
-        """Take part in making a backend of other ranks: all ranks call `part` or this, in one order."""
+        """Take part in making a backend without this rank: all ranks call `part` or `skip_part`, in one order."""
 
     def end(self, orderly: bool) -> None:
         """Release what is left, once all planes and the control plane are closed.

@@ -7,7 +7,7 @@ from ncclpy.engine.callbacks cimport LaunchGroup
 from ncclpy.engine.work cimport Work
 
 
-# Whether the device does not share CPU memory: data are then copied to it, on streams of their own.
+# Whether arrays in CPU memory must be copied to the device; the copies then have streams of their own.
 cdef bint copies_apart() noexcept
 
 
@@ -35,19 +35,19 @@ cdef class Remembered:
     cdef int code
     cdef list types
 
-    # Whether arrays are brought as the last ones of these names were; they then get the same operator.
+    # Whether these arrays and this operator are as last brought under the names; the arrays then get the operator.
     cdef bint is_of(self, list parts, op) except -1
 
 
-# One of the arrays that are brought together, which are mostly known from when they were last brought.
+# The entry of an array, alone or one of several; `known` is the last all-reduce under their names, or None.
 cdef TensorEntry new_brought(
     int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place
 )
 
 
-# A copy between an array and a slot.
+# A copy between an array and a slot, which is a `FusionBuffer`.
 cdef struct Copy:
-    uintptr_t at  # the array; 0 for zeros, which are only copied in
+    uintptr_t at  # the array's address; 0, for copies in only, means zeros
     size_t offset  # in the slot
     size_t nbytes
 
@@ -76,11 +76,11 @@ cdef class FusionBuffer:
     cdef int take(self, size_t nbytes, CUstream stream) except -1
 
 
-# An event after what produces a part of the input: the last event of a stream that one thread has recorded.
+# An event behind the work that produces input: the last one that a thread has recorded on a stream.
 cdef struct Producer:
     CUstream stream
     unsigned long thread
-    long long number  # of its work; a thread makes works in the order of their numbers
+    long long number  # the id of the event's work; a thread makes works in the order of their ids
     CUevent event
 
 
@@ -90,7 +90,7 @@ cdef class BufferOwner:
     cdef CUevent event
 
 
-# The error that has ended all that uses the slots of a plane; None while there is none.
+# The error that has ended a data plane, and with it the launches in its slots; None while there is none.
 cdef class Ending:
     cdef object error
 
@@ -100,15 +100,15 @@ cdef class Ending:
 cdef double COPY_WAIT
 
 
-# A launch in a slot's memory, into which its data are copied and out of which the results are.
+# A launch in a slot's memory: its inputs are copied into the slot before it, its results out of the slot after it.
 cdef class FusedLaunch(LaunchGroup):
     cdef FusionBuffer slot
     cdef Ending ending
     cdef Handle comm
     cdef Work inner
-    cdef CUstream before, behind
+    cdef CUstream before, behind  # the streams of the copies in, and of the copies out
     cdef bint waits  # CPU memory is copied out: copy_out waits until the launch is over
-    cdef size_t unsettled
+    cdef size_t unsettled  # how many works are not done
     cdef Copier copier
     cdef Copy* copies
     cdef size_t count

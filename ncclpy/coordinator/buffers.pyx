@@ -1,7 +1,8 @@
 """Buffers: the arrays that a rank brings to operations, fusion buffers, and the copies into and out of them.
 
-Data are copied into a fusion buffer after what produces them, and out after the launch; each work ends by itself. If
-copies have streams of their own, the copies of one slot overlap the launch in the other slot.
+A data plane has two fusion buffers, its slots. Data are copied into a slot behind the work that produces them, and out
+of it after the launch; each array has a work of its own. If copies have streams of their own, the copies of one slot
+overlap the launch in the other slot.
 """
 
 import logging
@@ -82,7 +83,7 @@ cdef object _bytes_of(const View* view):
 
 
 cdef TensorEntry new_brought(int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place):
-    """Return a `TensorEntry` of an array, which is mostly known from when it was last brought."""
+    """Return a `TensorEntry` of an array; `known` is what was last brought under these names, or None."""
     cdef TensorEntry made = TensorEntry.__new__(TensorEntry)
     made._fill(kind, device, name, array, receives, None if known is None else (<tuple>known.types[place])[3])
     return made
@@ -98,7 +99,7 @@ cdef class TensorEntry:
     device : int
         The device that the operation runs on.
     name : str
-        The operation's.
+        The operation's name.
     array : buffer or None
         The array; None for a barrier.
     receives : bool
@@ -107,7 +108,7 @@ cdef class TensorEntry:
     Attributes
     ----------
     work : Work
-        Pending from the start.
+        The operation's work, pending from the start.
     shape : tuple of int
         The array's shape; of a `Buffer` its count.
     """
@@ -152,7 +153,7 @@ cdef class TensorEntry:
                         f"brought it: {name!r} cannot be part of a CUDA graph. Nothing was captured"
                     )
                 record_behind(self.work, stream)
-            except BaseException as error:  # the recorder must not show it as pending
+            except BaseException as error:  # the recorder must not show the work as pending
                 self.work.withdraw(error)
                 raise
         return 0
@@ -196,7 +197,7 @@ cdef class TensorEntry:
         return self.is_staged()
 
     def op_code(self, op, int size):
-        """Return the operator's number for this array, checked."""
+        """Check that the operator can reduce this array; return the operator's number."""
         if self.view.flavour >= BYTES:
             raise cannot_reduce(&self.view, f"array of {self.name!r}")
         code = own_op_code(op, &self.view, size, "a coordinator")
@@ -221,21 +222,21 @@ cdef class TensorEntry:
         return _bytes_of(&self.view)
 
     def begin(self):
-        """Note that the operation is launched, by something else than a stream of the device."""
+        """Note that the operation is launched, but not on a stream of the device."""
         self.work.awaits = None
         self.work.entry.launched = now()
         change(&self.work.entry.state, PENDING, LAUNCHED)
 
     def finish(self):
-        """End the work with its result. Called without a lock, as the user's arrays may be freed."""
-        if self.work.timed:  # to be measured on the device, on which it does not run
+        """End the work with its result. The caller holds no lock, as this may free the user's arrays."""
+        if self.work.timed:  # its time was to be measured on the device, where it did not run
             self.work.timed = False
             self.work.seconds = now() - self.work.entry.launched
         self.work.settle(None)
         self.work.tidy()
 
     def fail(self, error):
-        """End the work with an error. Called without a lock, as the user's arrays may be freed."""
+        """End the work with an error. The caller holds no lock, as this may free the user's arrays."""
         self.work.settle(error)
         self.work.tidy()
 
@@ -245,7 +246,7 @@ cdef class TensorEntry:
 
 
 cdef class Remembered:
-    """An all-reduce as it was last brought under its names: mostly it is the same again.
+    """An all-reduce as it was last brought under its names; the next one mostly has the same signature.
 
     Parameters
     ----------
@@ -268,7 +269,7 @@ cdef class Remembered:
         ]
 
     cdef bint is_of(self, list parts, op) except -1:
-        """Return whether arrays are brought as the last ones of these names were; they then get the same operator."""
+        """Return whether these arrays and this operator are as last brought; if so, give the arrays its number."""
         cdef TensorEntry part
         cdef tuple known
         cdef Py_ssize_t i
@@ -307,8 +308,8 @@ cdef dict _copiers = {}
 cdef Copier copier_of(int device):
     """Return a device's copier, with its kernel in the device's memory.
 
-    Loading the kernel may wait for all that runs on the device, so it is loaded before anything there waits for other
-    ranks.
+    Loading the kernel may wait for all that runs on the device, so it is loaded before any operation on the device
+    waits for other ranks.
     """
     cdef Copier copier = _copiers.get(device)
     if copier is not None:
@@ -352,8 +353,8 @@ cdef class Copier:
     cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil:
         """Enqueue copies into a slot (`inwards`) or out of it.
 
-        `together`: the device can address the memory, and one kernel makes many copies. Pageable memory needs driver
-        calls.
+        If `together`, the device can address the memory, and one kernel makes many copies. Pageable memory needs a
+        driver call for each copy.
         """
         cdef size_t i, begin = 0
         cdef uintptr_t place
@@ -413,14 +414,14 @@ cdef class FusionBuffer:
         self.device, self.outgrown = device, []
 
     cdef int take(self, size_t nbytes, CUstream stream) except -1:
-        """Provide `nbytes` of memory, and let a stream wait until its last use is over."""
+        """Provide `nbytes` of memory, and let a stream wait until the buffer's last use is over."""
         cdef CUresult result
         cdef CUcontext saved
         cdef size_t wanted
         if nbytes > self.capacity:
-            # Freeing the memory would on GPUs wait until nothing uses it, and so wait for other ranks in the thread
-            # that learns of their ends. The slot grows by half at least, so the old memory is at most twice the memory
-            # in use.
+            # The old memory is kept: on GPUs, freeing it would wait until nothing uses it, and so for other ranks, in
+            # the thread that has to learn that these have ended. The slot grows by half at least, so all old memory
+            # together is at most twice the memory in use.
             wanted = max(_MIN_ALLOCATION, nbytes, self.capacity + self.capacity // 2)
             if self.pointer:
                 self.outgrown.append(self.pointer)
@@ -428,7 +429,7 @@ cdef class FusionBuffer:
             self.pointer = _device.allocate(wanted, self.device)
             self.capacity = wanted
             saved = enter_device(self.device)
-            with nogil:  # padding is reduced too and must be numbers
+            with nogil:  # the launch also reduces the padding between arrays, which must hold numbers
                 result = driver.cuMemsetD8Async(<CUdeviceptr>self.pointer, 0, wanted, stream)
             leave_device(saved)
             check_driver(result, b"cuMemsetD8Async")
@@ -462,7 +463,7 @@ cdef BufferOwner new_lender(int device):
 
 
 cdef class BufferOwner:
-    """An event that several works share; the last one returns it."""
+    """An event that several works share; when the last of them drops it, the event is returned to the pool."""
 
     def __dealloc__(self):
         if self.event != NULL:
@@ -472,7 +473,7 @@ cdef class BufferOwner:
 cdef class Ending:
 
     cdef object cause_of(self, object error):
-        """Return the cause of an error: a thread in a launch gets `NcclAborted` when the communicator is gone."""
+        """Return the plane's error if `error` is the `NcclAborted` that a launch gets when it ends; else `error`."""
         return self.error if self.error is not None and isinstance(error, NcclAborted) else error
 
 
@@ -510,9 +511,9 @@ cdef class FusedLaunch(LaunchGroup):
         return 0
 
     cdef int follow(self, Work work) except -1:
-        """Have the copies in wait for what produces the input of a work.
+        """Have the copies in wait for the event behind which a work's input is ready.
 
-        For one stream and one thread the last event stands for the events before it: each wait costs a driver call.
+        Of the events of one thread on one stream only the last is waited for, as each wait costs a driver call.
         """
         cdef size_t i
         cdef Producer* one
@@ -535,7 +536,7 @@ cdef class FusedLaunch(LaunchGroup):
         return 0
 
     cdef int copy_in(self, CUstream stream) except -1:
-        """Copy what was added into the slot, and clear the list, to which the copies out are added next."""
+        """Enqueue the added copies into the slot, and clear their list for the copies out."""
         cdef CUresult result = CUDA_SUCCESS
         cdef size_t i
         cdef CUcontext saved = enter_device(self.slot.device)
@@ -575,7 +576,7 @@ cdef class FusedLaunch(LaunchGroup):
         cdef CUstream stream = self.behind
         self.inner._wait_for(LAUNCHED, FOREVER)
         failed = load(&self.inner.phase) == FAILED
-        if failed:  # the inputs are held until they are copied nevertheless
+        if failed:  # copies in may still run: the works hold their inputs until these end
             stream = self.before
         works = list(self.works)  # the thread that settles the last one empties self.works
         n = len(works)
@@ -638,7 +639,7 @@ cdef class FusedLaunch(LaunchGroup):
             free(watched)
 
     def abandon(self, error):
-        """Fail a launch that was not made; the monitor holds the works until all copies in are made."""
+        """Fail a launch that was not made; the monitor holds the works until all copies in have ended."""
         self.inner.settle(error)
         self.inner.tidy()
         self.count = 0
@@ -654,19 +655,19 @@ cdef class FusedLaunch(LaunchGroup):
         if self.unsettled == 0:
             works, self.works = self.works, []
             for one in works:
-                # Only the list and this loop have it: it would be freed here, and with it arrays of the user.
+                # Only the list and this loop refer to the work: it would be freed here, and the user's arrays with it.
                 if Py_REFCNT(<PyObject*>one) <= 2:
                     user_executor.submit(works.clear)
                     break
         return 0
 
     cdef object cause_of(self, object error):
-        if self.inner is not None and self.inner.error is not None:  # it says more than that a communicator is gone
+        if self.inner is not None and self.inner.error is not None:  # the launch's own error says more than `error`
             error = self.inner.error
         return self.ending.cause_of(error)
 
     cdef int fail(self, object error) except -1:
-        """Fail all works that are not done; the owner of the communicator ends what runs there."""
+        """Fail all works that are not done; the owner of the communicator ends the operations that run on it."""
         cdef Work work
         error = self.cause_of(error)
         for work in self.members():

@@ -39,10 +39,10 @@ def _maker_of(array: Any) -> Any:
 
 
 class _Outputs:
-    """Make the new array of a result: like the brought array, and in the order of the stream that was current then.
+    """Make a result's array: like the brought array, on the stream that was current when the operation was brought.
 
-    Another thread launches, with another current device and stream: the framework's allocator would hand out and reuse
-    memory in the order of that stream, with which the user's stream is never synchronised.
+    The launching thread may be another one, with another current device and stream: the framework's allocator would
+    hand out and reuse memory in the order of that stream, with which the user's stream is never synchronised.
     """
 
     def __init__(self, like: Any) -> None:

@@ -1,8 +1,8 @@
 """The connections of a control plane: the tree that the ranks form, how they find each other in a store and connect.
 
-Each rank listens for its children: at a name that only its machine knows, and, if there are other machines, at an
-address that they can reach. Both ends prove that they have read the secret which the listening rank has put into the
-store.
+Each rank listens for its children: on a Unix socket for the ranks of its machine, and on TCP at an address that other
+machines can reach. Parent and child prove to each other that they have read the secret which the parent has put into
+the store.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tree", "open_control"]
 
-#: Seconds for a timeout of 0: the control plane takes 0 for none.
+#: Seconds that stand for a timeout of 0, as 0 means no timeout to the control plane.
 _AT_ONCE = 1e-9
-#: Most children of a rank on its machine, and most child machines of a machine.
+#: Most children of a rank in the tree of its machine, and in the tree of the machines' leaders.
 _FAN_OUT = 8
 #: Seconds that a connection has for the handshake; and seconds between checks whether the wait is still wanted.
 _HANDSHAKE, _SLICE = 5.0, 0.1
@@ -367,7 +367,7 @@ def _check_wait(deadline: float, wanted: Callable[[], bool], missing: list[int],
 def _connect_to_parent(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
-    """Return a connection to the parent, by the first address at which it proves to be that rank."""
+    """Return a connection to the parent, by the first address at which the parent proves that it is that rank."""
     ways: list[tuple[socket.AddressFamily, Any]] = []
     if place["machine"] == mine["machine"]:
         ways.append((socket.AF_UNIX, bytes.fromhex(place["local"])))

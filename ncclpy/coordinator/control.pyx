@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""One rank's end of the control plane, and its node alone. Their C++ is in native/ and needs no GIL."""
+"""One rank's end of the control plane, and its node without connections. The C++ in native/ needs no GIL."""
 
 import os
 import threading
@@ -163,7 +163,7 @@ cdef dict _NAMES = {
     <int>Kind.closing: "closing", <int>Kind.ended: "ended",
 }
 
-# Seconds of one slice of a wait, after which Python may run signal handlers: only the main thread runs them.
+# Seconds of one slice of a wait: in the main thread, which runs signal handlers after it, and in other threads.
 cdef double _SLICE = 0.1, _LONG_SLICE = 60.0
 
 
@@ -227,7 +227,7 @@ cdef string _set_key(tuple ranks) except *:
 
 
 class Asked(ValueError):
-    """Report that this rank has asked for something before, which is not agreed on yet."""
+    """Report a request that this rank has made before and that the ranks have not agreed on yet."""
 
 
 cdef int _check(Brought brought, str what) except -1:
@@ -257,8 +257,8 @@ def be_punctual():
 def await_readable(descriptors, double seconds):
     """Sleep until a descriptor has something to read, or for `seconds`; return the descriptors that have.
 
-    It is exact to the microsecond and takes any descriptors: Python's polls count milliseconds, and its select takes
-    none above 1023.
+    The wait is exact to the microsecond, where Python's polls count milliseconds, and takes any descriptors, where
+    Python's select takes none above 1023.
     """
     cdef vector[pollfd] polled
     cdef pollfd each
@@ -280,7 +280,7 @@ def ranks_of_set(bytes key not None, int size):
     return _ranks(members)
 
 
-#: The number under which new process sets are agreed on.
+#: The set number under which new process sets are agreed on.
 SETS = int(kSets)
 
 
@@ -297,7 +297,7 @@ cdef class Control:
     children : list of (int, tuple of int, int)
         For each child its rank, the ranks of its subtree, and the descriptor of a socket to it.
     cache : int
-        How many operations the response cache has, the same on all ranks.
+        How many operations the response cache holds, the same on all ranks.
     timeout : float
         Seconds after which an operation that not all ranks have brought fails on all ranks; 0 is never.
     stall_after : float
@@ -371,14 +371,14 @@ cdef class Control:
         joinable : bool
             Whether the operation is defined if ranks have joined.
         sent : list, optional
-            Gets an entry once the operation is brought. A signal handler that raises runs after that: this call may
-            then seem to have failed.
+            Gets an entry once the operation is brought. If a signal handler raises after that, the call seems to have
+            failed although the operation is brought.
         """
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
         self._look()
-        # With the GIL, if the mutex is free: to release it for microseconds means to wait for the thread that takes
-        # it.
+        # If the mutex is free, keep the GIL: after releasing it for microseconds, this thread would wait for the
+        # thread that took it.
         if not self.control.get().try_bring(group, name, same, mine, joinable, brought):
             with nogil:
                 brought = self.control.get().bring(group, name, same, mine, joinable)
@@ -397,7 +397,7 @@ cdef class Control:
         _check(brought, f"the set of ranks {ranks}")
 
     def join(self):
-        """Bring nothing more until all ranks have joined; what this rank has brought is waited for first."""
+        """Bring nothing more until all have joined; this rank joins once all that it has brought is agreed on."""
         cdef Brought brought
         self._look()
         with nogil:
@@ -407,14 +407,14 @@ cdef class Control:
         _check(brought, "join")
 
     def shutdown(self, bint drain, str reason not None):
-        """End the control plane of all ranks: at once or, with `drain`, after what all have brought until then."""
+        """End the control plane of all ranks: at once or, with `drain`, after the operations that all have brought."""
         cdef string words = reason.encode(errors="replace")
         self._look()
         with nogil:
             self.control.get().shut_down(drain, words)
 
     def launched(self, uint32_t group):
-        """Report that a frame's operations of a process set were launched; those completed meanwhile may follow."""
+        """Report that a frame's operations of a set were launched: those brought by all meanwhile may follow."""
         self._look()
         with nogil:
             self.control.get().launched(group)
@@ -437,7 +437,7 @@ cdef class Control:
         return _counted(counted)
 
     def next(self, double timeout):
-        """Wait for the next frame and return its records; [] if none arrives in time, None once all is over."""
+        """Wait for the next frame; return its records, [] if none arrives in time, None after the last frame."""
         cdef vector[Record] records
         cdef double deadline = now() + timeout, until
         cdef double slice = _SLICE if PyThread_get_thread_ident() == self.main_thread else _LONG_SLICE
@@ -456,7 +456,7 @@ cdef class Control:
                 return []
 
     def close(self):
-        """Close the connections; the other ranks take this one for lost, unless all have ended."""
+        """Close the connections; unless the coordinator has ended on all ranks, the others consider this one lost."""
         if self.made_in != generation():
             return
         with nogil:
@@ -518,12 +518,12 @@ cdef class Node:
         self.node.settle()
 
     def from_child(self, size_t child, bytes frame not None, double time=0.0):
-        """Take a frame from a child; ValueError if it is none."""
+        """Process a frame from a child; raise ValueError if it is malformed."""
         self.node.from_child(child, string_view(<const char*>frame, len(frame)), time)
         self.node.settle()
 
     def from_parent(self, bytes frame not None, double time=0.0):
-        """Take a frame from the parent; ValueError if it is none."""
+        """Process a frame from the parent; raise ValueError if it is malformed."""
         self.node.from_parent(string_view(<const char*>frame, len(frame)), time)
         self.node.settle()
 
@@ -544,19 +544,19 @@ cdef class Node:
         return next
 
     def up(self):
-        """Take the frames that go upwards."""
+        """Remove and return the frames for the parent."""
         frames = [<bytes>frame for frame in self.node.up]
         self.node.up.clear()
         return frames
 
     def down(self):
-        """Take the frames that go downwards, to each child."""
+        """Remove and return the frames for the children, each of which gets all of them."""
         frames = [<bytes>frame for frame in self.node.down]
         self.node.down.clear()
         return frames
 
     def told(self):
-        """Take the records for this rank, frame by frame."""
+        """Remove and return the records for this rank, frame by frame."""
         frames = [_records(frame) for frame in self.node.told]
         self.node.told.clear()
         return frames

@@ -68,7 +68,7 @@ class Coordinator(Operations):
     transport : ProcessGroup, or (Store, int, int), or mpi4py.MPI.Intracomm
         The ranks: a group; a store, this rank's number and the number of ranks; or an MPI communicator, of which all
         ranks make the coordinator together. The coordinator makes a group, or communicators, of its own over it, so
-        its operations have no order relative to other operations there.
+        its operations have no order relative to other operations of the transport.
     engine : str
         What executes the operations. ``"nccl"`` or ``"host"`` is the loaded library, and an error if another one is
         loaded; ``"mpi"`` is MPI's collectives, possible only over an MPI communicator. ``"auto"`` is the loaded
@@ -79,9 +79,9 @@ class Coordinator(Operations):
         Most bytes of small arrays that are copied into one fusion buffer and launched at once; 0 for no fusion. The
         same on all ranks.
     cache : int
-        How many operations the response cache has, by which ranks send a number instead of a name, and how many
-        operations each rank remembers as it brought them last. If a step has more names, each of them is negotiated as
-        if it were new.
+        How many operations the response cache holds, for which ranks send a number instead of a name, and how many
+        all-reduces each rank remembers as it last brought them. If a step has more names, each of them is negotiated
+        as if it were new.
     timeout : float, optional
         Seconds within which all ranks have to bring an operation that one of them has brought, and then within which
         the operation must be done. None: no limit for the former, and for the latter the group's own timeout, or ten
@@ -407,7 +407,7 @@ class Coordinator(Operations):
         if self.error is None:
             text = f"{self!r}, made at {self._site}, was never closed"
             self._session.fail_all_ranks(RuntimeError("its coordinator was dropped without close()"))
-            warnings.warn(text, ResourceWarning, source=self, stacklevel=2)  # which may be an error
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=2)  # last: a filter may raise it as an error
 
     def __reduce__(self) -> Any:
         raise not_copied(self, "make one in each process")
@@ -452,7 +452,7 @@ class ProcessSet(Operations):
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator continues with other ranks; "
                 "make a new process set"
             )
-        return self._submitter  # it raises the error of the coordinator, which has ended with this set's session
+        return self._submitter  # if the coordinator is closed, each call of the submitter raises its error
 
     def __repr__(self) -> str:
         return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"

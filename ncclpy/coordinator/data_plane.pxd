@@ -4,7 +4,7 @@ cdef class LaunchStep:
     cdef int take(self) except -1
 
 
-# A queue of steps that are taken in order.
+# A queue of steps that are executed in order.
 cdef class LaunchQueue:
     cdef str name
     cdef object on_error

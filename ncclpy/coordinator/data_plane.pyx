@@ -52,7 +52,7 @@ cdef class LaunchStep:
     """One step."""
 
     cdef bint is_ready(self) except -1:
-        """Wait a moment at most; return whether it can then be taken without a wait for other ranks."""
+        """Wait a moment at most; return whether the step can then be executed without a wait for other ranks."""
         return True
 
     cdef int take(self) except -1:
@@ -61,13 +61,13 @@ cdef class LaunchStep:
 
 
 cdef class LaunchQueue:
-    """A queue of steps that are taken in order, by one thread at a time.
+    """A queue of steps that are executed in order, by one thread at a time.
 
-    Waking a thread costs more than a launch. So the thread that adds steps takes them, up to the first one that would
-    have to wait, for example for a communicator that is being made. From that step on a thread of the queue takes them,
-    so that the steps of other process sets are not held up.
+    Waking a thread costs more than a launch. So the thread that adds steps executes them, up to the first one that
+    would have to wait, for example for a communicator that is being made. From that step on a thread of the queue
+    executes them, so that the steps of other process sets are not held up.
 
-    Which thread takes the steps is decided under the GIL, by code that runs no Python. The condition is only for
+    Which thread executes the steps is decided under the GIL, by code that runs no Python. The condition is only for
     sleeping.
 
     Parameters
@@ -75,7 +75,7 @@ cdef class LaunchQueue:
     name : str
         The thread's name.
     on_error : callable
-        ``on_error(error)`` is called with what a step raises, which is a defect; the other steps are taken
+        ``on_error(error)`` is called with what a step raises, which is a defect; the other steps are executed
         nevertheless.
     """
 
@@ -87,11 +87,11 @@ cdef class LaunchQueue:
         self.taker, self.ended = _NO_THREAD, False
 
     def __len__(self):
-        """Return how many steps are not taken yet."""
+        """Return how many steps wait."""
         return len(self.steps)
 
     cdef int add(self, list steps) except -1:
-        """Take steps here, or leave them to the queue's thread."""
+        """Add steps; execute them in this thread, or leave them to the queue's thread."""
         cdef LaunchStep step
         self.steps.extend(steps)
         if self.taker != _NO_THREAD:
@@ -112,7 +112,7 @@ cdef class LaunchQueue:
             return step.is_ready()
         except BaseException as error:
             self.on_error(error)
-            return True  # it must not hold up the other steps, which may end other launches
+            return True  # this step must not hold up the others, which may end other launches
 
     cdef int _take(self, LaunchStep step) except -1:
         try:
@@ -156,7 +156,7 @@ cdef class LaunchQueue:
                 self._take(step)
 
     cdef int _wait_for(self, LaunchStep step) except -1:
-        """Wait until a step can be taken at once: a driver call that waits holds up those of other threads."""
+        """Wait until a step can be executed at once: a driver call that waits holds up other threads' driver calls."""
         cdef double pause = _SHORTEST_PAUSE
         while not self._is_ready(step):
             time.sleep(pause)
@@ -164,7 +164,7 @@ cdef class LaunchQueue:
         return 0
 
     def end(self, double timeout):
-        """Wait until all added steps are taken, and end the thread; return False if that takes longer.
+        """Wait until all added steps are executed, and end the thread; return False if `timeout` passes first.
 
         Called by the thread that adds steps.
         """
@@ -245,7 +245,7 @@ def give_up(ProcessGroup group not None, error):
 
 
 def error_of(ProcessGroup group not None):
-    """Return the error that has ended a group, even if only the store has it so far; None if there is none."""
+    """Return the error that has ended a group, also one that is so far only in the store; None if there is none."""
     return group.known_error()
 
 
@@ -321,7 +321,7 @@ cdef class DataPlane:
     cdef Ending ending
     cdef Py_ssize_t turn
     cdef Copier copier
-    cdef object streams  # for copies, besides those of the group
+    cdef object streams  # of the copies in and of the copies out; None if these use the communicator's stream
     cdef size_t scratch  # for the barrier
 
     def __init__(self, ProcessGroup group not None):
@@ -380,7 +380,7 @@ cdef class DataPlane:
         )
 
     cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
-        """Return the number of an operator; with a factor, that of an operator that first multiplies the input."""
+        """Return the number of an operator; with a factor, of one that first multiplies the input by it."""
         cdef Communicator comm
         if factor is None:
             return op
@@ -456,7 +456,7 @@ cdef class DataPlane:
         return fused
 
     def gather(self, TensorEntry brought not None, counts, result):
-        """Launch a gather into a new array; `counts` has the elements of each rank's part."""
+        """Launch a gather into a new array; `counts` has the number of elements of each rank's part."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
@@ -474,7 +474,7 @@ cdef class DataPlane:
         return self._add_copy_out(fused, brought, result)
 
     def scatter(self, TensorEntry brought not None, int op, factor, counts, result):
-        """Launch a reduce-scatter; `counts` has the elements of each rank's part."""
+        """Launch a reduce-scatter; `counts` has the number of elements of each rank's part."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
@@ -493,7 +493,7 @@ cdef class DataPlane:
         return self._add_copy_out(fused, brought, result)
 
     def exchange(self, TensorEntry brought not None, send_counts, recv_counts, bint even, result):
-        """Launch an all-to-all of parts with so many elements; `even` if all ranks' parts have one size, not 0."""
+        """Launch an all-to-all; the counts are of elements. `even` if all ranks' parts have one size, not 0."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
@@ -635,7 +635,7 @@ cdef class DataPlane:
             fused.abandon(error)
 
     cdef tuple _staged(self, TensorEntry brought, int kind, object result, bint as_bytes):
-        """Return a launch, its work, the send and receive parts of the slot, and the factor of counts."""
+        """Return a launch, its work, the send and receive parts of the slot, and the factor for counts."""
         cdef View view
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         cdef FusedLaunch fused
@@ -653,7 +653,7 @@ cdef class DataPlane:
         return fused, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
 
     cdef tuple _operands(self, TensorEntry brought, int kind, object result, bint as_bytes):
-        """Return the same as `_staged`; for an array that is not staged, its own memory and the result's."""
+        """Return what `_staged` does; for an array that is not staged, its own work and memory, and the result's."""
         self._comm()
         if brought.is_staged():
             return self._staged(brought, kind, result, as_bytes)
@@ -692,9 +692,10 @@ cdef class DataPlane:
             launch.end(error)
         for fused in list(self.unfinished):
             for work in fused.members():
-                if work.launch is fused:  # otherwise its launch has just failed, and it ends with the copies into the buffer
+                # If not, copy_out fails the work, and holds its array until the copies in have ended.
+                if work.launch is fused:
                     work.settle(error)
-        group_error = copy.copy(error)  # the group marks its error as given to the program, as its hook has been called
+        group_error = copy.copy(error)  # the group marks its error as given to the program once its hook was called
         group_error.__cause__ = error
         self.group.end_with(group_error, text_of(error), True)
 

@@ -22,9 +22,9 @@ from ncclpy.types import Result
 __all__ = ["after_join", "did_not_run", "ended", "has_ended", "overdue", "stall"]
 
 
-#: Most names that are shown beside one, and their least similarity to it by `difflib`.
+#: Most similar names that a warning shows, and their least similarity by `difflib`.
 _MAX_SIMILAR, _MIN_SIMILARITY = 6, 0.75
-#: Most operations that did not run and are named.
+#: Most operations that an error names as not run.
 _NAMED = 4
 
 
@@ -61,7 +61,7 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
 
 
 def has_ended(name: str, error: BaseException) -> NcclError:
-    """Return the error of calls of a coordinator that `error` has ended: of the same class at the first call."""
+    """Return the error of a call of a coordinator that `error` has ended: of its class for the first such call."""
     kind = NcclAborted if getattr(error, "_delivered", False) else same_class_as(type(error).__name__)
     made = kind(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
@@ -87,7 +87,7 @@ def stall(
     waited: float,
     near: Sequence[tuple[bytes, Sequence[int]]],
 ) -> str:
-    """Return the warning of an operation that some ranks have not brought for long, and of others with similar names.
+    """Return the warning that some ranks have not brought an operation for long; it lists others with similar names.
 
     `near` has other waiting operations: their keys, and the ranks that have brought them.
     """

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 __all__ = ["BEGINNING", "LEAVING", "as_name", "key_of", "names_of", "shown"]
 
-#: The keys of two internal operations: the ranks first compare their options, and wait for each other at the end.
+#: The keys of two internal operations: by the first the ranks compare their options at the beginning, by the second
+#: they wait for each other at the end.
 BEGINNING, LEAVING = b"\x02", b"\x03"
 
 _ONE, _SEVERAL = b"\x00", b"\x01"

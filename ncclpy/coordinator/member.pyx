@@ -65,7 +65,7 @@ cdef class Submitter:
     Parameters
     ----------
     session : Session
-        The session of the set, which is asked if its gate is shut.
+        The session of the set; its `check` is called if the gate is shut.
     member : ProcessSetWorker
         This rank in the set.
     gate : SubmitGate
@@ -92,7 +92,7 @@ cdef class Submitter:
         self.forks = _forks
 
     def follow(self, ProcessGroup group not None, long long number):
-        """Note that this is out of date once the process group has another number, and so other ranks."""
+        """Count as out of date once the group's number is not `number`: the group then has other ranks."""
         self.group, self.number = group, number
 
     def is_outdated(self):
@@ -115,7 +115,7 @@ cdef class Submitter:
             member.note(call)
             if self.timeline is not None:
                 self.timeline.watch(call.parts)
-            # A signal handler that raises does so after this: none runs between here and the end.
+            # Cython code runs no signal handler, so none raises after the send and has a sent operation withdrawn.
             self.send(member.number, call.key, call.fixed, call.own, call.joinable)
         except BaseException as error:
             member.pending.forget(call)
@@ -168,7 +168,7 @@ cdef class ProcessSetWorker:
     cache : int
         How many names, or groups of names, are remembered.
     host_plane : DataPlane, optional
-        The data plane of arrays in CPU memory, if that is another one.
+        The data plane of arrays in CPU memory, if `plane` is only for arrays in device memory.
     for_devices : bool
         Whether arrays in device memory are accepted.
     on_launch : callable, optional
@@ -229,7 +229,7 @@ cdef class ProcessSetWorker:
         self.turns.add(turns)
 
     cdef bint _has_meaning(self, Ready ready) except -1:
-        """Return whether NCCL can execute all of an operation; if not, no rank begins any of it."""
+        """Return whether NCCL can execute all of an operation; if not, fail it: no rank begins any of it."""
         if ready.packed.has_meaning:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Calls, and the plan of the launches of those that all ranks have brought."""
+"""Calls, and the launches that are planned for the calls that all ranks have brought."""
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
@@ -98,7 +98,7 @@ cdef class AllReduce(Call):
     device, size : int
         The device of this rank, and how many ranks there are.
     memory : Memory
-        What was last brought under each name: mostly it is the same again, and is checked less.
+        What was last brought under each name: an all-reduce with the same signature is checked less.
     prescale, postscale : float, optional
         See `Coordinator.all_reduce`.
     """
@@ -297,7 +297,7 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
     fusion_bytes : int
         Most bytes in a fusion buffer; 0 to copy nothing that need not be copied.
     large : int
-        An array of so many bytes or more is not copied: the copies would take longer than a launch of its own.
+        An array of so many bytes or more is not copied: the copies would take longer than another launch.
     staged : bool
         Whether arrays of CPU memory have to be copied to the device in any case.
 
@@ -397,9 +397,9 @@ cdef class UsedMemory:
 cdef class Pending:
     """The operations in flight of one rank in one process set.
 
-    The user's threads enter what they bring, and one thread takes what is launched. Each name, and each array that is
-    written, is here once. Arrays are identified by their memory: memory that is only read may be here under several
-    names, and an array without elements under any number.
+    The user's threads enter the calls that they bring, and one thread takes them out for their launch. Each name, and
+    each array that is written, is in flight at most once. Arrays are identified by their memory: memory that is only
+    read may be in flight under several names, and so may an array without elements.
 
     There is no lock. Entering, taking and forgetting are steps under the GIL that run no Python code: names and keys
     are plain `str` and `bytes`, and no object is made that the garbage collector tracks.
@@ -480,7 +480,7 @@ cdef class Pending:
         return None
 
     cdef int _leave(self, list parts, Py_ssize_t number) except -1:
-        """Forget the memory of the first arrays of these, as far as it is noted."""
+        """Forget the memory of the first `number` of these arrays, where it is noted."""
         cdef TensorEntry part
         cdef Py_ssize_t i
         for i in range(number):
@@ -501,7 +501,7 @@ cdef class Pending:
                     and not lie_apart(part.view.pointer, part.view.nbytes, clash.view.pointer, clash.view.nbytes)
                 ):
                     return part.name
-        return clash.name  # the other one was taken meanwhile
+        return clash.name  # the other call was launched meanwhile
 
     def take(self, bytes key not None):
         """Remove and return what this rank has brought under a key; None if there is nothing."""
@@ -525,7 +525,7 @@ cdef class Pending:
         return made
 
     def forget(self, Call call not None):
-        """Remove a call that could not be brought, as far as it is noted: a signal handler may raise anywhere."""
+        """Remove what was noted of a call that could not be brought: a signal handler may have raised anywhere."""
         if self.calls.get(call.key) is call:
             del self.calls[call.key]
             self._release(call)

@@ -72,7 +72,7 @@ def reduction(signature: Signature, size: int, absent: int) -> tuple[int, float 
     Raises
     ------
     ValueError
-        If there is no such operator: only NCCL averages integers, and divides by all ranks.
+        If there is no such operator: integers are averaged only by NCCL, which divides by the number of all ranks.
     """
     op, factor = signature.op, _NO_FACTOR
     if signature.prescale is not None:

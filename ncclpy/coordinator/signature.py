@@ -86,8 +86,8 @@ class Signature(NamedTuple):
         return self.unit * prod(self.shape)
 
 
-#: kind, data type, unit, op, root, counted, on_device, which scales, the two, rows, length of the type's name,
-#: dimensions.
+#: kind, data type, unit, op, root, counted, on_device, which scales are given, prescale, postscale, rows, length of
+#: `dtype`, number of dimensions.
 _HEAD = struct.Struct("=BBIiiBBBddqBB")
 _LENGTH = struct.Struct("=I")
 _COUNTED = (None, False, True)

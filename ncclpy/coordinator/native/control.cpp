@@ -32,7 +32,7 @@ constexpr double kTogether = 40e-6;
 // received frames, and the GIL.
 constexpr double kUndisturbed = 500e-6;
 // Seconds after an operation for which the thread that waits for the response stays awake, as waking up takes as long
-// as all the rest: half a millisecond, and longer if there are cores for that.
+// as the rest of the exchange: half a millisecond, and longer with kManyCores cores or more.
 constexpr double kAwake = 500e-6, kAwakeWithCores = 3e-3;
 constexpr unsigned kManyCores = 8;
 
@@ -104,15 +104,15 @@ Brought Control::bring_locked(uint32_t group, const std::string& key, const std:
     sent_at_ = time;
     flush(time);
     if (asleep_ && readers_ > 0) wake_attendant();  // to be awake when the response arrives
-  } else if (send_due_ == 0) {  // sent then, with what was brought by then, or by launched()
+  } else if (send_due_ == 0) {  // sent at that time with all that was brought by then, or earlier by launched()
     send_due_ = sent_at_ + kTogether;
     if (attending_ && asleep_until_ > send_due_) wake_attendant();
   }
   return brought;
 }
 
-// Puts together what was brought and is not sent yet, before anything else changes: its bits stand for what the slots
-// hold now.
+// Makes a frame of what was brought and is not sent yet, before anything else changes: its bits refer to what the
+// slots hold now.
 void Control::settle_brought() {
   if (send_due_ != 0) node_.settle();
 }
@@ -410,8 +410,8 @@ void Control::say_goodbye() {
   }
 }
 
-// Receives and processes frames; waits for them until the time `until`. Only the attending thread is here, without the
-// mutex. With `reads`, it does not wait if there is a frame for next() to take.
+// Receives and processes frames; waits for them until the time `until`. Called by the attending thread only, without
+// the mutex. With `reads`, it does not wait if there is a frame for next() to take, except for more of a burst.
 void Control::step(double until, bool reads) {
   const double beat = options_.silence / 6;
   double awake = 0;
@@ -440,7 +440,7 @@ void Control::step(double until, bool reads) {
     if (send_due_ != 0) until = std::min(until, send_due_);
     if (reads && !frames_.empty()) {
       if (!is_in_burst(time)) return;
-      until = std::min(until, time + kTogether);  // for more operations; perhaps nothing arrives that ends the wait
+      until = std::min(until, time + kTogether);  // for more of the burst; perhaps nothing ends the wait
     }
     polled_.clear();
     polled_links_.clear();
@@ -464,7 +464,7 @@ void Control::step(double until, bool reads) {
     ready = poll(polled_.data(), polled_.size(), 0);
     if (ready == 0) sched_yield();
   }
-  if (ready == 0 && awake > 0) {  // from here on a thread that brings something wakes it
+  if (ready == 0 && awake > 0) {  // from here on a thread that brings something wakes this one
     const Lock lock(mutex_);
     asleep_ = true;
   }

@@ -144,7 +144,7 @@ void Node::complete_all() {
   for (auto& each : entries_) complete(each.first, each.second);
 }
 
-// Replaces the bits of ranks that bring what the cache holds by full parts, beside those of ranks that bring another.
+// Turns the bits of ranks that bring what the cache holds into full parts, for a record in full.
 void Node::expand(const Name& name, Entry& one) {
   if (one.cached.empty()) return;
   const Slot& slot = slots_[by_name_.at(name)];
@@ -282,7 +282,8 @@ bool Node::was_done(const Name& name, uint64_t seen) const {
   return done != done_.end() && seen < done->second;
 }
 
-// Whether ranks bring again, as its slot was reused, what this rank has from them: the operation may have ended since.
+// Whether this rank has the operation from these ranks, which bring it again as its slot was reused: it may have ended
+// since.
 bool Node::is_late(const Name& name, uint64_t seen) const {
   if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);

@@ -1,10 +1,11 @@
 // A rank's node in the tree by which the ranks agree which operations all of them have brought, and in which order.
 //
-// A rank sends an operation up once all ranks below it have brought the operation too, so the root learns of it when
-// all ranks are complete, once from each child. The root's responses, what is to run, come down in frames that are the
-// same for all ranks. An operation that was agreed on before is a single bit in both directions: its slot in the
-// response cache, which all ranks change alike, as they go through the same frames. Nothing here waits, reads a clock
-// or knows of connections: bytes go in and come out.
+// A rank sends an operation up once all ranks below it have brought the operation too, so the root receives an
+// operation once from each child, and all ranks have brought it when the last child has sent it. The root's responses,
+// such as the operations to run, are sent down in frames that are the same for all ranks. An operation that was agreed
+// on before is a single bit in both directions: its slot in the response cache, which is the same on all ranks, as
+// these apply the same frames. Nothing here waits, reads a clock or knows of connections: frames are passed in and out
+// as bytes.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,7 @@ enum class Kind {
   ended,
 };
 
-// Ranks that have brought the same under one name.
+// Ranks that have brought the same operation, with the same `fixed`, under one name.
 struct Part {
   std::string fixed;
   Bits ranks;
@@ -58,7 +59,9 @@ struct Record {
   std::vector<std::string> owns;  // by members
   std::vector<Part> parts;
   std::vector<Neighbour> near;
-  Bits have, missing;  // of a waiting operation; `have`: also the absent ranks of one that runs, and the lost ones
+  // The ranks that have brought a waiting operation, and those that have not. `have` is, for other kinds, the absent
+  // ranks of an operation (run, after_join), the members of a new set (group), or the lost ranks (ended).
+  Bits have, missing;
   double seconds = 0;
   int64_t rank = -1;
   std::string reason;
@@ -125,7 +128,7 @@ class Node {
   Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now);
   Brought join();
   void shut_down(bool drain, const std::string& reason);
-  // The operations of this set in a frame were launched: at the root, operations completed meanwhile may follow.
+  // A frame's operations of this set were launched: the root may send those that all ranks have brought meanwhile.
   void launched(uint32_t group);
 
   // Received frames and lost connections; throws Malformed.
@@ -185,7 +188,7 @@ class Node {
     bool joinable = true;
     std::vector<std::string> owns;
     uint64_t assigned = 0;  // the frame that has filled it
-    bool touched = false;   // used since the hand passed last
+    bool touched = false;   // used since the CLOCK hand last passed it
   };
 
   Members members(const Name& name) const;
@@ -230,7 +233,7 @@ class Node {
   uint64_t applied_ = 0;   // the number of the last frame downwards
   uint64_t current_ = 0;   // the number of the frame that is being made or applied
   Bits joined_;            // the ranks that have joined, by the frames, as all ranks know it
-  Bits seen_joined_;       // and ranks below that have joined since
+  Bits seen_joined_;       // the ranks of this subtree that have joined, also those in no frame yet
   bool joining_ = false, has_joined_ = false;
   bool closing_ = false, closed_sent_ = false, ended_ = false;
   int64_t closer_ = -1;

@@ -10,21 +10,29 @@
 
 namespace ncclpy::coordinator {
 
-// The kinds of records. kUpClosed: after kDownClosing, no rank below brings anything more. kDownEnded: the coordinator
-// has ended. kUpEnd and kDownEnd are no kinds: they bound the numbers that a reader accepts.
-enum Up : uint64_t { kUpFull, kUpBits, kUpJoin, kUpShutDown, kUpClosed, kUpLost, kUpHint, kUpEnd };
+// The kinds of records, upwards and downwards. A slot is one of the response cache.
+enum Up : uint64_t {
+  kUpFull,      // an operation, in full
+  kUpBits,      // the slots of operations
+  kUpJoin,      // ranks that have joined
+  kUpShutDown,  // a rank shuts the coordinator down
+  kUpClosed,    // after kDownClosing: no rank below brings anything more
+  kUpLost,      // ranks that are lost
+  kUpHint,      // an operation that waits for long, and the ranks below that have brought it
+  kUpEnd        // no kind: the bound of the numbers that a reader accepts
+};
 enum Down : uint64_t {
-  kDownBits,
-  kDownNew,
-  kDownMismatch,
-  kDownAfterJoin,
-  kDownOverdue,
-  kDownJoined,
-  kDownAllJoined,
-  kDownGroup,
-  kDownClosing,
-  kDownEnded,
-  kDownEnd,
+  kDownBits,       // the slots of operations to run
+  kDownNew,        // an operation to run, in full, and the slot that keeps it
+  kDownMismatch,   // an operation on which the ranks disagree
+  kDownAfterJoin,  // an operation that is not defined without the ranks that have joined
+  kDownOverdue,    // an operation that not all ranks have brought in time
+  kDownJoined,     // ranks that have joined
+  kDownAllJoined,  // all ranks have joined
+  kDownGroup,      // a new process set
+  kDownClosing,    // a shutdown with `drain` has begun
+  kDownEnded,      // the coordinator has ended
+  kDownEnd,        // no kind: the bound of the numbers that a reader accepts
 };
 
 constexpr uint32_t kNoSlot = UINT32_MAX;

@@ -23,9 +23,9 @@ constexpr double kForever = std::numeric_limits<double>::infinity();
 uint32_t Node::find_slot(const Name& name) {
   const auto own = by_name_.find(name);
   if (own != by_name_.end()) return own->second;
-  if (closing_) return kNoSlot;  // a rank that brings nothing more cannot bring the former one again
+  if (closing_) return kNoSlot;  // a rank that brings nothing more could not bring the replaced operation again
   if (used_ < slots_.size()) return used_;
-  // The CLOCK algorithm: a slot that was used since the hand passed last stays for another round.
+  // The CLOCK algorithm: a slot that was used since the hand last passed it stays for another round.
   for (size_t looks = 2 * slots_.size(); looks > 0; --looks) {
     hand_ = static_cast<uint32_t>((hand_ + 1) % slots_.size());
     Slot& slot = slots_[hand_];

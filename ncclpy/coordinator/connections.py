@@ -359,7 +359,7 @@ def _check_wait(deadline: float, wanted: Callable[[], bool], missing: list[int],
     if not wanted():
         raise NcclAborted("the coordinator has ended while its ranks connected")
     if time.monotonic() >= deadline:
-        late = NcclTimeout(f"{ranks(spans(missing))} came to the coordinator's store and did not connect in time{why}")
+        late = NcclTimeout(f"{ranks(spans(missing))} met in the coordinator's store but did not connect in time{why}")
         late.missing = missing
         raise late
 

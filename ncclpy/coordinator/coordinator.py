@@ -380,7 +380,7 @@ class Coordinator(Operations):
         limit, all_leave = self._limit, True
         with contextlib.suppress(NcclError):  # the session has ended, which the shutdown that follows reports
             all_leave = self._session.leave(limit)
-        return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the others' ends"
+        return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the other ranks"
 
     def _end(self) -> None:
         self._is_closed = True

@@ -32,7 +32,7 @@ def after_join(what: str, key: bytes, absent: Sequence[int]) -> NcclError:
     """Return the error of an operation that is not defined without the ranks that have joined."""
     return NcclError(
         f"{what} {shown(names_of(key))}: {ranks(spans(absent))} {_has(absent)} joined and will bring nothing more; "
-        "only all-reduces go on without them. None of the others has begun it",
+        "only all-reduces run without them. None of the others has begun it",
         result=Result.INVALID_USAGE,
     )
 

@@ -342,7 +342,7 @@ cdef class ProcessSetWorker:
     def close(self, double timeout):
         """Wait for what was launched, and release everything."""
         if not self.turns.end(timeout):  # its thread may be in a launch, with memory of a plane
-            self.fail(NcclError(f"{self.label}: launches wait for other ranks after {timeout:.3g} s, when it ends"))
+            self.fail(NcclError(f"{self.label}: launches still wait for other ranks {timeout:.3g} s after it began to end"))
         try:
             if self.host_plane is not None:
                 self.host_plane.close(timeout)

@@ -230,7 +230,7 @@ def as_error(names: Sequence[str], brought: Sequence[tuple[bytes, Sequence[int]]
             what = kinds.pop().name.lower() if len(kinds) == 1 else "operation"
             said.append(f"{what} {name!r}: {text}")
     if not said:
-        said = [f"{', '.join(map(repr, names[:4]))}, in something that has no words"]
+        said = [f"{', '.join(map(repr, names[:4]))}, in a property that this text does not name"]
     head = "" if len(names) == 1 else f"of {len(names)} operations that were brought together, "
     error = NcclError(
         f"the ranks of {where} disagree on {head}{'. '.join(said)}. None of them has begun it",

@@ -337,7 +337,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
     }
   }
   link.in.erase(0, at);
-  if (!wrong.empty()) drop_link(link, "has sent what is no frame of the control plane: " + wrong);
+  if (!wrong.empty()) drop_link(link, "has sent a malformed frame of the control plane: " + wrong);
   flush(time, true);
   return wrong.empty();
 }

@@ -1,5 +1,5 @@
 from ncclpy.coordinator.buffers cimport TensorEntry, FusedLaunch
-from ncclpy.coordinator.plan cimport Call, Memory, Pending, Ready, Step
+from ncclpy.coordinator.plan cimport Call, Pending, Ready, RememberedCalls, Step
 from ncclpy.coordinator.data_plane cimport LaunchQueue
 from ncclpy.process_group.group cimport ProcessGroup
 
@@ -42,7 +42,7 @@ cdef class ProcessSetWorker:
     cdef readonly int size
     cdef readonly str label
     cdef readonly Pending pending
-    cdef readonly Memory memory
+    cdef readonly RememberedCalls remembered
     cdef public object plane
     cdef readonly object host_plane
     cdef bint for_devices

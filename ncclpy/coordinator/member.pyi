@@ -5,7 +5,7 @@ from typing_extensions import disjoint_base
 
 from ncclpy.coordinator.backends import DataPlane
 from ncclpy.coordinator.data_plane import LaunchQueue
-from ncclpy.coordinator.plan import Call, Memory, Pending, Ready
+from ncclpy.coordinator.plan import Call, Pending, Ready, RememberedCalls
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.engine.work import Work
 from ncclpy.process_group.group import ProcessGroup
@@ -80,7 +80,7 @@ class ProcessSetWorker:
     @property
     def pending(self) -> Pending: ...
     @property
-    def memory(self) -> Memory: ...
+    def remembered(self) -> RememberedCalls: ...
     @property
     def host_plane(self) -> DataPlane | None: ...
     @property

@@ -3,7 +3,7 @@
 import os
 
 from ncclpy.coordinator.buffers cimport TensorEntry, FusedLaunch
-from ncclpy.coordinator.plan cimport AllReduce, Call, Memory, Pending, Ready, Step, new_all_reduce, plan
+from ncclpy.coordinator.plan cimport AllReduce, Call, Pending, Ready, RememberedCalls, Step, new_all_reduce, plan
 from ncclpy.coordinator.data_plane cimport LaunchStep, LaunchQueue
 from ncclpy.process_group.group cimport ProcessGroup
 
@@ -102,7 +102,7 @@ cdef class Submitter:
     def all_reduce(self, name, array, op, prescale=None, postscale=None):
         """Bring an all-reduce; return its work."""
         cdef ProcessSetWorker member = self.member
-        cdef AllReduce call = new_all_reduce(name, array, op, self.device, member.size, member.memory, prescale, postscale)
+        cdef AllReduce call = new_all_reduce(name, array, op, self.device, member.size, member.remembered, prescale, postscale)
         self.bring(call)
         return (<TensorEntry>call.parts[0]).work
 
@@ -188,7 +188,7 @@ cdef class ProcessSetWorker:
         self.staged = staged and host_plane is None
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
         self.counts, self.on_error, self.on_launch = counts, on_error, on_launch
-        self.memory = Memory(cache)
+        self.remembered = RememberedCalls(cache)
         self.turns = LaunchQueue(f"ncclpy-coordinator-{self.number}", on_error)
 
     # Bringing.

@@ -108,7 +108,7 @@ class Operations:
             raise ValueError(f"names, arrays: expected as many of both, at least one, got {both}")
         submitter = self._current_submitter()
         member = submitter.member
-        call = AllReduce(names, arrays, op, submitter.device, member.size, member.memory)
+        call = AllReduce(names, arrays, op, submitter.device, member.size, member.remembered)
         submitter.bring(call)
         return [part.work for part in call.parts]
 

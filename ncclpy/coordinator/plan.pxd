@@ -17,17 +17,17 @@ cdef class Call(Awaited):
 
 
 # What was last brought under each name.
-cdef class Memory:
+cdef class RememberedCalls:
     cdef dict known
     cdef Py_ssize_t most
 
 
 # Arrays that are reduced in place, all of them or none.
 cdef class AllReduce(Call):
-    cdef int _take(self, names, arrays, op, int device, int size, Memory memory, prescale, postscale) except -1
+    cdef int _take(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1
 
 
-cdef AllReduce new_all_reduce(name, array, op, int device, int size, Memory memory, prescale, postscale)
+cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedCalls remembered, prescale, postscale)
 
 
 # The part of an operation that is the same on all ranks.

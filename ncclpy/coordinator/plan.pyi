@@ -28,7 +28,7 @@ class Call:
     ) -> FusedLaunch | list[FusedLaunch] | None: ...
 
 @disjoint_base
-class Memory:
+class RememberedCalls:
     def __init__(self, most: int) -> None: ...
 
 class AllReduce(Call):
@@ -39,7 +39,7 @@ class AllReduce(Call):
         op: OpLike,
         device: int,
         size: int,
-        memory: Memory,
+        remembered: RememberedCalls,
         prescale: float | None = None,
         postscale: float | None = None,
     ) -> None: ...

@@ -71,7 +71,7 @@ cdef class Call(Awaited):
         raise NotImplementedError
 
 
-cdef class Memory:
+cdef class RememberedCalls:
     """What was last brought under each name, or group of names.
 
     Parameters
@@ -97,28 +97,28 @@ cdef class AllReduce(Call):
         The operator of all arrays.
     device, size : int
         The device of this rank, and how many ranks there are.
-    memory : Memory
+    remembered : RememberedCalls
         What was last brought under each name: an all-reduce with the same signature is checked less.
     prescale, postscale : float, optional
         See `Coordinator.all_reduce`.
     """
 
     def __init__(
-        self, names, arrays, op, int device, int size, Memory memory not None, prescale=None, postscale=None
+        self, names, arrays, op, int device, int size, RememberedCalls remembered not None, prescale=None, postscale=None
     ):
         if isinstance(names, tuple):
-            self._take(tuple([as_name(name) for name in names]), arrays, op, device, size, memory, None, None)
+            self._take(tuple([as_name(name) for name in names]), arrays, op, device, size, remembered, None, None)
         else:
-            self._take(as_name(names), arrays, op, device, size, memory, prescale, postscale)
+            self._take(as_name(names), arrays, op, device, size, remembered, prescale, postscale)
 
-    cdef int _take(self, names, arrays, op, int device, int size, Memory memory, prescale, postscale) except -1:
+    cdef int _take(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1:
         """Fill this in with what is brought under a name or several names, which are plain `str`."""
         cdef Remembered known = None
         cdef bint plain = prescale is None and postscale is None
         cdef Py_ssize_t i
         self.joinable = True
         if plain:
-            known = memory.known.get(names)
+            known = remembered.known.get(names)
         if known is None:
             self.names = names if isinstance(names, tuple) else (names,)
             self.key = key_of(self.names)
@@ -138,17 +138,17 @@ cdef class AllReduce(Call):
             self.withdraw(error)
             raise
         if plain:
-            if len(memory.known) >= memory.most:
-                memory.known.clear()
-            memory.known[names] = Remembered(self.names, self.parts, op, self.key, self.fixed)
+            if len(remembered.known) >= remembered.most:
+                remembered.known.clear()
+            remembered.known[names] = Remembered(self.names, self.parts, op, self.key, self.fixed)
         return 0
 
 
-cdef AllReduce new_all_reduce(name, array, op, int device, int size, Memory memory, prescale, postscale):
+cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedCalls remembered, prescale, postscale):
     cdef AllReduce made = AllReduce.__new__(AllReduce)
     if type(name) is not str:
         name = as_name(name)
-    made._take(name, array, op, device, size, memory, prescale, postscale)
+    made._take(name, array, op, device, size, remembered, prescale, postscale)
     return made
 
 

@@ -220,7 +220,7 @@ cdef class ProcessSetWorker:
         cdef Step step
         cdef list turns = []
         for ready in operations:
-            if not ready.packed.has_meaning:
+            if not ready.agreed.has_meaning:
                 operations = [each for each in operations if self._has_meaning(each)]
                 break
         for step in plan(operations, self.fusion_bytes, self.large, self.staged):
@@ -230,10 +230,10 @@ cdef class ProcessSetWorker:
 
     cdef bint _has_meaning(self, Ready ready) except -1:
         """Return whether NCCL can execute all of an operation; if not, fail it: no rank begins any of it."""
-        if ready.packed.has_meaning:
+        if ready.agreed.has_meaning:
             return True
         try:
-            for signature in ready.packed.signatures:
+            for signature in ready.agreed.signatures:
                 if signature.kind is _ALL_REDUCE:
                     reduction(signature, self.size, len(ready.absent))
         except ValueError as error:
@@ -300,7 +300,7 @@ cdef class ProcessSetWorker:
         op = signature.op
         if op < 0 or (ready.call is not None and not ready.call.joinable):
             return None if ready.call is None else ready.call.launch(plane, ready.owns, step.absent)
-        if not ready.packed.has_meaning:
+        if not ready.agreed.has_meaning:
             try:
                 op, factor = reduction(signature, self.size, step.absent)
             except ValueError as error:

@@ -31,7 +31,7 @@ cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedC
 
 
 # The part of an operation that is the same on all ranks.
-cdef class Packed:
+cdef class Agreed:
     cdef readonly tuple signatures
     cdef readonly bint fusable
     cdef readonly bint has_meaning
@@ -43,13 +43,13 @@ cdef class Packed:
 # An operation that all ranks have brought.
 cdef class Ready:
     cdef readonly Call call
-    cdef readonly Packed packed
+    cdef readonly Agreed agreed
     cdef readonly tuple owns
     cdef readonly tuple absent
 
 
-# The `Packed` of what `signature.pack_all` has packed.
-cdef Packed packed_as(bytes fixed)
+# The `Agreed` of what `signature.pack_all` has packed.
+cdef Agreed agreed_on(bytes fixed)
 
 
 # One launch.

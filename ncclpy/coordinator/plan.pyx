@@ -153,11 +153,11 @@ cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedC
 
 
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE
-cdef dict _looked_at = {}
+cdef dict _agreed = {}
 cdef Py_ssize_t _MOST = 4096
 
 
-cdef class Packed:
+cdef class Agreed:
     """What all ranks have brought alike, and what each launch of it needs to know.
 
     Parameters
@@ -194,14 +194,14 @@ cdef class Packed:
         )
 
 
-cdef Packed packed_as(bytes fixed):
-    """Return the `Packed` of what all ranks have brought, mostly from a cache."""
-    cdef Packed found = _looked_at.get(fixed)
+cdef Agreed agreed_on(bytes fixed):
+    """Return the `Agreed` of what all ranks have brought, mostly from a cache."""
+    cdef Agreed found = _agreed.get(fixed)
     if found is None:
-        found = Packed(fixed)
-        if len(_looked_at) >= _MOST:
-            _looked_at.clear()
-        _looked_at[fixed] = found
+        found = Agreed(fixed)
+        if len(_agreed) >= _MOST:
+            _agreed.clear()
+        _agreed[fixed] = found
     return found
 
 
@@ -221,12 +221,12 @@ cdef class Ready:
 
     Attributes
     ----------
-    packed : Packed
+    agreed : Agreed
         What all have brought alike.
     """
 
     def __init__(self, Call call, bytes fixed not None, tuple owns=(), tuple absent=()):
-        self.call, self.packed, self.owns, self.absent = call, packed_as(fixed), owns, absent
+        self.call, self.agreed, self.owns, self.absent = call, agreed_on(fixed), owns, absent
 
 
 cdef class Step:
@@ -269,7 +269,7 @@ cdef class Step:
         found = []
         for i in range(len(self.operations)):
             ready, place = self.operations[i], self.places[i]
-            found.append((None if ready.call is None else ready.call.parts[place], ready.packed.elements[place]))
+            found.append((None if ready.call is None else ready.call.parts[place], ready.agreed.elements[place]))
         return found
 
     def __len__(self):
@@ -279,7 +279,7 @@ cdef class Step:
 cdef Step _step(Ready ready, Py_ssize_t place, long long nbytes):
     cdef Step made = Step.__new__(Step)
     made.operations, made.places = [], []
-    made.signature, made.absent = ready.packed.signatures[place], len(ready.absent)
+    made.signature, made.absent = ready.agreed.signatures[place], len(ready.absent)
     made._add(ready, place, nbytes)
     return made
 
@@ -313,15 +313,15 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
     cdef long long nbytes
     large = min(large, fusion_bytes)
     for ready in operations:
-        if not ready.packed.fusable:  # the operation itself launches all its arrays
+        if not ready.agreed.fusable:  # the operation itself launches all its arrays
             steps.append(_step(ready, 0, 0))
             continue
-        for place in range(len(ready.packed.nbytes)):
-            nbytes = ready.packed.nbytes[place]
+        for place in range(len(ready.agreed.nbytes)):
+            nbytes = ready.agreed.nbytes[place]
             if nbytes >= large:
                 steps.append(_step(ready, place, nbytes))
                 continue
-            alike = ready.packed.kinds[place] if not ready.absent else (ready.packed.kinds[place], len(ready.absent))
+            alike = ready.agreed.kinds[place] if not ready.absent else (ready.agreed.kinds[place], len(ready.absent))
             step = open_ones.get(alike)
             if step is not None and step.nbytes + nbytes <= fusion_bytes:
                 step._add(ready, place, nbytes)
@@ -521,7 +521,7 @@ cdef class Pending:
     def ready(self, bytes key not None, bytes fixed not None, tuple owns not None, tuple absent not None):
         """Remove what this rank has brought under a key; return it as an operation that all ranks have brought."""
         cdef Ready made = Ready.__new__(Ready)
-        made.call, made.packed, made.owns, made.absent = self._take(key), packed_as(fixed), owns, absent
+        made.call, made.agreed, made.owns, made.absent = self._take(key), agreed_on(fixed), owns, absent
         return made
 
     def forget(self, Call call not None):

@@ -55,7 +55,7 @@ cdef class ProcessSetWorker:
     cdef readonly LaunchQueue turns
 
     cdef int note(self, Call call) except -1
-    cdef bint _has_meaning(self, Ready ready) except -1
+    cdef bint _is_executable(self, Ready ready) except -1
     cdef int _launch(self, Step step) except -1
     cdef int _count(self, Step step, list brought) except -1
     cdef object _plane_of(self, Step step)

@@ -220,17 +220,17 @@ cdef class ProcessSetWorker:
         cdef Step step
         cdef list turns = []
         for ready in operations:
-            if not ready.agreed.has_meaning:
-                operations = [each for each in operations if self._has_meaning(each)]
+            if not ready.agreed.is_plain:
+                operations = [each for each in operations if self._is_executable(each)]
                 break
         for step in plan(operations, self.fusion_bytes, self.large, self.staged):
             turns.append(_launch(self, step))
         turns.append(_told(then, self.number))
         self.turns.add(turns)
 
-    cdef bint _has_meaning(self, Ready ready) except -1:
+    cdef bint _is_executable(self, Ready ready) except -1:
         """Return whether NCCL can execute all of an operation; if not, fail it: no rank begins any of it."""
-        if ready.agreed.has_meaning:
+        if ready.agreed.is_plain:
             return True
         try:
             for signature in ready.agreed.signatures:
@@ -238,7 +238,7 @@ cdef class ProcessSetWorker:
                     reduction(signature, self.size, len(ready.absent))
         except ValueError as error:
             if ready.call is not None:
-                ready.call.fail(_Meaningless(str(error), result=Result.INVALID_USAGE))
+                ready.call.fail(_NotExecutable(str(error), result=Result.INVALID_USAGE))
             return False
         return True
 
@@ -262,7 +262,7 @@ cdef class ProcessSetWorker:
             call = (<Ready>step.operations[0]).call
             if call is not None and len(brought) == 1 and not step.fused:
                 call.fail(failure)
-            if not isinstance(error, _Meaningless):
+            if not isinstance(error, _NotExecutable):
                 self.on_error(failure)
             return 0
         if fused is not None:
@@ -300,11 +300,11 @@ cdef class ProcessSetWorker:
         op = signature.op
         if op < 0 or (ready.call is not None and not ready.call.joinable):
             return None if ready.call is None else ready.call.launch(plane, ready.owns, step.absent)
-        if not ready.agreed.has_meaning:
+        if not ready.agreed.is_plain:
             try:
                 op, factor = reduction(signature, self.size, step.absent)
             except ValueError as error:
-                raise _Meaningless(str(error), result=Result.INVALID_USAGE) from None
+                raise _NotExecutable(str(error), result=Result.INVALID_USAGE) from None
         if not step.fused and first is not None:
             plane.all_reduce(first, op, factor)
             return None
@@ -350,7 +350,7 @@ cdef class ProcessSetWorker:
             self.plane.close(timeout)
 
 
-class _Meaningless(NcclError):
+class _NotExecutable(NcclError):
     """No rank can launch the operation, and all ranks know it."""
 
 

@@ -34,7 +34,7 @@ cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedC
 cdef class Agreed:
     cdef readonly tuple signatures
     cdef readonly bint fusable
-    cdef readonly bint has_meaning
+    cdef readonly bint is_plain
     cdef readonly list kinds
     cdef readonly list nbytes
     cdef readonly list elements

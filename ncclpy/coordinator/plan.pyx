@@ -175,8 +175,8 @@ cdef class Agreed:
         For each array, a key that is the same for arrays that may share a fusion buffer.
     nbytes, elements : list of int
         For each array, its size in bytes, and in elements of NCCL's type.
-    has_meaning : bool
-        Whether NCCL can execute all of it for any number of ranks.
+    is_plain : bool
+        Whether NCCL has its operators for any number of ranks: no average, and no scale.
     """
 
     def __init__(self, bytes packed not None):
@@ -188,7 +188,7 @@ cdef class Agreed:
             for count, each in zip(self.elements, self.signatures, strict=True)
         ]
         self.kinds = [pack(each._replace(shape=(), dtype="", unit=1)) for each in self.signatures]
-        self.has_meaning = not any(
+        self.is_plain = not any(
             each.op == ReduceOp.AVG or each.prescale is not None or each.postscale is not None
             for each in self.signatures
         )

@@ -85,7 +85,7 @@ cdef struct Producer:
 
 
 # An event that several works share.
-cdef class BufferOwner:
+cdef class SharedEvent:
     cdef int device
     cdef CUevent event
 

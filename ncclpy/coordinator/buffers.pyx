@@ -455,14 +455,14 @@ cdef class FusionBuffer:
             give_event(self.device, False, self.free)
 
 
-cdef BufferOwner new_lender(int device):
-    cdef BufferOwner lender = BufferOwner.__new__(BufferOwner)
-    lender.device = device
-    lender.event = take_event(device, False)
-    return lender
+cdef SharedEvent new_shared_event(int device):
+    cdef SharedEvent shared = SharedEvent.__new__(SharedEvent)
+    shared.device = device
+    shared.event = take_event(device, False)
+    return shared
 
 
-cdef class BufferOwner:
+cdef class SharedEvent:
     """An event that several works share; when the last of them drops it, the event is returned to the pool."""
 
     def __dealloc__(self):
@@ -569,7 +569,7 @@ cdef class FusedLaunch(LaunchGroup):
         cdef size_t i, n
         cdef Work work
         cdef Watched* watched
-        cdef BufferOwner lender
+        cdef SharedEvent shared
         cdef double moment
         cdef CUcontext saved
         cdef bint failed
@@ -584,13 +584,13 @@ cdef class FusedLaunch(LaunchGroup):
         if watched == NULL:
             raise MemoryError
         try:
-            lender = new_lender(self.slot.device)
+            shared = new_shared_event(self.slot.device)
             make_room(n)
             self.unsettled = n
             for work in works:
                 if work.done == NULL:
                     work.timed = False  # the launch measures its time
-                    work.done_owner, work.done_is_borrowed, work.done = lender, True, lender.event
+                    work.done_owner, work.done_is_borrowed, work.done = shared, True, shared.event
                 work.stream, work.handle = stream, self.comm
                 work.awaits = None
                 work.entry.launch = self.inner.entry.launch
@@ -610,9 +610,9 @@ cdef class FusedLaunch(LaunchGroup):
                 if result == CUDA_SUCCESS and not failed:
                     result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.together, stream)
                 if result == CUDA_SUCCESS:
-                    result = driver.cuEventRecord(lender.event, stream)
+                    result = driver.cuEventRecord(shared.event, stream)
                 for i in range(n):
-                    watched[i].event = lender.event
+                    watched[i].event = shared.event
                     watched[i].stream = stream
                     watched[i].limit = FOREVER  # the launch has its own limit
                     watched[i].result = ncclSuccess

@@ -13,7 +13,7 @@ cdef class Call(Awaited):
     cdef public bytes own
     cdef public tuple signatures
     cdef public bint joinable
-    cdef object place  # the `Pending` that knows which ranks have brought it
+    cdef object pending  # the `Pending` that knows which ranks have brought it
 
 
 # What was last brought under each name.
@@ -24,7 +24,7 @@ cdef class RememberedCalls:
 
 # Arrays that are reduced in place, all of them or none.
 cdef class AllReduce(Call):
-    cdef int _take(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1
+    cdef int _fill(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1
 
 
 cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedCalls remembered, prescale, postscale)

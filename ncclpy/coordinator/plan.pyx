@@ -43,7 +43,7 @@ cdef class Call(Awaited):
         self.parts = []
 
     cdef str missing(self):
-        return self.place.missing(self.key)
+        return self.pending.missing(self.key)
 
     @property
     def work(self):
@@ -107,11 +107,11 @@ cdef class AllReduce(Call):
         self, names, arrays, op, int device, int size, RememberedCalls remembered not None, prescale=None, postscale=None
     ):
         if isinstance(names, tuple):
-            self._take(tuple([as_name(name) for name in names]), arrays, op, device, size, remembered, None, None)
+            self._fill(tuple([as_name(name) for name in names]), arrays, op, device, size, remembered, None, None)
         else:
-            self._take(as_name(names), arrays, op, device, size, remembered, prescale, postscale)
+            self._fill(as_name(names), arrays, op, device, size, remembered, prescale, postscale)
 
-    cdef int _take(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1:
+    cdef int _fill(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1:
         """Fill this in with what is brought under a name or several names, which are plain `str`."""
         cdef Remembered known = None
         cdef bint plain = prescale is None and postscale is None
@@ -148,7 +148,7 @@ cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedC
     cdef AllReduce made = AllReduce.__new__(AllReduce)
     if type(name) is not str:
         name = as_name(name)
-    made._take(name, array, op, device, size, remembered, prescale, postscale)
+    made._fill(name, array, op, device, size, remembered, prescale, postscale)
     return made
 
 
@@ -458,7 +458,7 @@ cdef class Pending:
                 "use on this rank already, and one of them is written: bring memory under one name at a time. Nothing "
                 "of this call was sent"
             )
-        call.place = self
+        call.pending = self
         for part in call.parts:
             part.work.entry.communicator = self.label
             part.work.entry.rank, part.work.entry.nranks = self.rank, len(self.members)

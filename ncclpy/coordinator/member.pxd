@@ -52,7 +52,7 @@ cdef class ProcessSetWorker:
     cdef OperationStats counts
     cdef object on_error
     cdef object on_launch
-    cdef readonly LaunchQueue turns
+    cdef readonly LaunchQueue launch_queue
 
     cdef int note(self, Call call) except -1
     cdef bint _is_executable(self, Ready ready) except -1

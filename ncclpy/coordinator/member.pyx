@@ -189,7 +189,7 @@ cdef class ProcessSetWorker:
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
         self.counts, self.on_error, self.on_launch = counts, on_error, on_launch
         self.remembered = RememberedCalls(cache)
-        self.turns = LaunchQueue(f"ncclpy-coordinator-{self.number}", on_error)
+        self.launch_queue = LaunchQueue(f"ncclpy-coordinator-{self.number}", on_error)
 
     # Bringing.
 
@@ -218,15 +218,15 @@ cdef class ProcessSetWorker:
         """
         cdef Ready ready
         cdef Step step
-        cdef list turns = []
+        cdef list launches = []
         for ready in operations:
             if not ready.agreed.is_plain:
                 operations = [each for each in operations if self._is_executable(each)]
                 break
         for step in plan(operations, self.fusion_bytes, self.large, self.staged):
-            turns.append(_launch(self, step))
-        turns.append(_told(then, self.number))
-        self.turns.add(turns)
+            launches.append(_launch(self, step))
+        launches.append(_frame_launched(then, self.number))
+        self.launch_queue.add(launches)
 
     cdef bint _is_executable(self, Ready ready) except -1:
         """Return whether NCCL can execute all of an operation; if not, fail it: no rank begins any of it."""
@@ -267,7 +267,7 @@ cdef class ProcessSetWorker:
             return 0
         if fused is not None:
             for each in reversed(fused if isinstance(fused, list) else [fused]):
-                self.turns.put_first(_copy_out(self, each))
+                self.launch_queue.put_first(_copy_out(self, each))
         return 0
 
     cdef int _count(self, Step step, list brought) except -1:
@@ -341,7 +341,7 @@ cdef class ProcessSetWorker:
 
     def close(self, double timeout):
         """Wait for what was launched, and release everything."""
-        if not self.turns.end(timeout):  # its thread may be in a launch, with memory of a plane
+        if not self.launch_queue.end(timeout):  # its thread may be in a launch, with memory of a plane
             self.fail(NcclError(f"{self.label}: launches still wait for other ranks {timeout:.3g} s after it began to end"))
         try:
             if self.host_plane is not None:
@@ -380,13 +380,13 @@ cdef class _Launch(LaunchStep):
         return self.member._launch(self.step)
 
 
-cdef _Told _told(then, int number):
-    cdef _Told made = _Told.__new__(_Told)
+cdef _FrameLaunched _frame_launched(then, int number):
+    cdef _FrameLaunched made = _FrameLaunched.__new__(_FrameLaunched)
     made.then, made.number = then, number
     return made
 
 
-cdef class _Told(LaunchStep):
+cdef class _FrameLaunched(LaunchStep):
     """The call of `then` when all of a frame is launched."""
 
     cdef object then

@@ -24,7 +24,7 @@ def remembered(coordinator: Coordinator) -> list[int]:
     session = coordinator._session
     found = [len(session._defining), len(session._members), session.pending]
     for member in session._members.values():
-        found += [*member.pending.sizes(), len(member.turns)]
+        found += [*member.pending.sizes(), len(member.launch_queue)]
     return found
 
 

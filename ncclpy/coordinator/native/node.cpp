@@ -177,7 +177,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
     for (auto done = done_.begin(); done != done_.end();) done = done->second <= all ? done_.erase(done) : std::next(done);
   }
   while (!in.done()) {
-    switch (in.below(kUpEnd)) {
+    switch (in.below(kUpCount)) {
       case kUpFull: {
         Name name;
         name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
@@ -301,7 +301,7 @@ void Node::note_joined(const Bits& ranks) {
     record.number(kDownJoined);
     ranks.write(record);
     send_down(std::move(record));
-    if (joined_.covers(groups_[kEverybody], {})) {
+    if (joined_.covers(groups_[kAllRanks], {})) {
       Writer over;
       over.number(kDownAllJoined);
       over.number(ranks.list().back());

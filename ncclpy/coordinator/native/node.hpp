@@ -24,7 +24,7 @@ namespace ncclpy::coordinator {
 
 // The number of the process set of all ranks; and the one under which new process sets are agreed on, keyed by
 // members.
-constexpr uint32_t kEverybody = 0;
+constexpr uint32_t kAllRanks = 0;
 constexpr uint32_t kSets = UINT32_MAX;
 
 enum class Kind {

@@ -19,7 +19,7 @@ enum Up : uint64_t {
   kUpClosed,    // after kDownClosing: no rank below brings anything more
   kUpLost,      // ranks that are lost
   kUpHint,      // an operation that waits for long, and the ranks below that have brought it
-  kUpEnd        // no kind: the bound of the numbers that a reader accepts
+  kUpCount      // no kind: the bound of the numbers that a reader accepts
 };
 enum Down : uint64_t {
   kDownBits,       // the slots of operations to run
@@ -32,7 +32,7 @@ enum Down : uint64_t {
   kDownGroup,      // a new process set
   kDownClosing,    // a shutdown with `drain` has begun
   kDownEnded,      // the coordinator has ended
-  kDownEnd,        // no kind: the bound of the numbers that a reader accepts
+  kDownCount,      // no kind: the bound of the numbers that a reader accepts
 };
 
 constexpr uint32_t kNoSlot = UINT32_MAX;

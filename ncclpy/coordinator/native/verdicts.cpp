@@ -125,7 +125,7 @@ void Node::apply(Reader& in, double now) {
   while (!in.done() && !ended_) {
     Name name;
     Record record;
-    switch (in.below(kDownEnd)) {
+    switch (in.below(kDownCount)) {
       case kDownBits:
         for (const uint32_t number : Bits::read(in, slots_.size()).list()) {
           Slot& slot = slots_[number];

@@ -1,4 +1,4 @@
-"""A memory resource of cuda.core over memory that NCCL knows."""
+"""A memory resource of cuda.core, whose memory is registered with NCCL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Resource:
         self._core, self._device = core, device
 
     def allocate(self, size: int, stream: Any = None) -> Any:
-        """Return a buffer of so many bytes. It can be used at once, so the stream waits for nothing."""
+        """Return a buffer of `size` bytes. It can be used at once, so the stream waits for nothing."""
         pointer = self._new(size, stream)
         try:
             try:
@@ -99,7 +99,7 @@ class _Adopting(_Resource):
 
 
 class CudaCoreSource:
-    """What makes and keeps such a resource."""
+    """Make a memory resource of cuda.core, and keep it."""
 
     def __init__(self, device: int | None, theirs: Any = None) -> None:
         core = _core()

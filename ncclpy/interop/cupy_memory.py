@@ -1,4 +1,4 @@
-"""CuPy's memory pools over memory that NCCL knows."""
+"""CuPy's memory pools, whose memory is registered with NCCL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ncclpy.errors import NcclError, NcclUnsupported
 from ncclpy.memory.registry import give, open_allocator, take
 
-#: cudaErrorMemoryAllocation, on which CuPy's pool gives back what it has free and asks again.
+#: cudaErrorMemoryAllocation, after which CuPy's pool frees its unused memory and tries again.
 _NO_MEMORY = 2
 
 
@@ -41,7 +41,7 @@ class CupySource:
         self._cupy, self._device = cupy, device
         open_allocator()
         # Functions without a reference to this object: the garbage collector does not look into CuPy's pool, so a pool
-        # that refers to this object would keep itself, and all that belongs to it, alive for ever.
+        # that refers to this object would keep itself, and all that belongs to it, alive forever.
         functions = cupy.cuda.memory.PythonFunctionAllocator(_taker(cupy), give)
         self.resource: Any = cupy.cuda.MemoryPool(functions.malloc)
         self._before: Any = None

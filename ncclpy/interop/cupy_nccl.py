@@ -59,7 +59,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: As in CuPy's module: programs ask for it before anything else.
+#: As in CuPy's module, where programs check it first.
 available = True
 
 NCCL_SUM = int(ReduceOp.SUM)
@@ -94,7 +94,7 @@ def _name_of(status: int) -> str:
 class NcclError(errors.NcclError):
     """Report a call that NCCL refused or that failed, as CuPy's error does.
 
-    It is an `ncclpy.NcclError` too. If ncclpy's error has a kind, such as `ncclpy.NcclTimeout`, it is of that kind.
+    It is an `ncclpy.NcclError` too, and of the subclass that ncclpy would raise, such as `ncclpy.NcclTimeout`.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ class _NoLibrary(NcclError, errors.LibraryNotFound):
     """No NCCL was found."""
 
 
-#: For each of ncclpy's errors, its class here, and its status if NCCL was not asked.
+#: For each of ncclpy's errors, its class here, and its status if it has no result of NCCL.
 _KINDS: dict[type, tuple[type[NcclError], int]] = {
     errors.NcclTimeout: (_Timeout, Result.TIMEOUT),
     errors.NcclAborted: (_Aborted, Result.INTERNAL_ERROR),
@@ -251,7 +251,7 @@ class NcclCommunicator:
     ndev
         The number of ranks.
     commId
-        What `get_unique_id` gave to one of them.
+        What `get_unique_id` returned on one of them.
     rank
         This rank.
     config
@@ -265,7 +265,7 @@ class NcclCommunicator:
     """
 
     _ours: Communicator | None = None
-    # Of a part that `commSplit` has made: NCCL's resources of the whole may be shared, and its end would end the part.
+    # The communicator that `commSplit` has divided to make this one, which may share its resources: kept as long.
     _whole: NcclCommunicator | None = None
 
     @_raising
@@ -392,7 +392,7 @@ class NcclCommunicator:
 
     @_raising
     def check_async_error(self) -> None:
-        """Raise an error that NCCL has found since; still being at work is not one."""
+        """Raise an error that NCCL has found since; an operation in progress is none."""
         result = self._alive().async_error()
         if result != Result.IN_PROGRESS:
             check_status(result)
@@ -465,9 +465,9 @@ class InPlace:
 
 
 _ABSENT = object()
-#: Modules of CuPy that hold names of its module, if they were imported before.
+#: Modules of CuPy that keep names of cupy.cuda.nccl, if they were imported before `use` is called.
 _TAKERS = ("cupyx.distributed._nccl_comm", "cupyx.distributed._init", "cupyx.distributed.array._data_transfer")
-#: The data types of CuPy's characters, for modules that have made no table since they found no NCCL.
+#: NCCL's data types by CuPy's type characters, for modules whose table is empty, as they found no NCCL.
 _TYPES = {
     "b": NCCL_INT8, "B": NCCL_UINT8, "i": NCCL_INT32, "I": NCCL_UINT32, "l": NCCL_INT64, "L": NCCL_UINT64,
     "q": NCCL_INT64, "Q": NCCL_UINT64, "e": NCCL_FLOAT16, "f": NCCL_FLOAT32, "d": NCCL_FLOAT64,
@@ -479,7 +479,7 @@ _OPERATORS = {"sum": NCCL_SUM, "prod": NCCL_PROD, "max": NCCL_MAX, "min": NCCL_M
 def use(*, timeout: float | None = None) -> InPlace:
     """Put this module in the place of ``cupy.cuda.nccl``, so that ``cupyx.distributed`` uses ncclpy.
 
-    It holds for the whole process, whether ``cupyx.distributed`` was imported before or is imported later.
+    This applies to the whole process, whether ``cupyx.distributed`` was imported before or is imported later.
     Communicators that were made before stay CuPy's.
 
     Parameters
@@ -491,7 +491,7 @@ def use(*, timeout: float | None = None) -> InPlace:
     Returns
     -------
     InPlace
-        Its `close` puts CuPy's own back; it may be dropped.
+        Its `close` puts CuPy's own module back. Dropping the object changes nothing.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Communicators that a program drops without an end: they are closed in threads of their own, under a deadline.
+"""Communicators that a program drops without closing them: threads here close them, under a deadline.
 
 CuPy's binding destroys a communicator in its destructor. Closing one waits for what was issued, and NCCL may wait for
-other ranks; a destructor runs in any thread, at any moment, and must not wait. So it only puts the communicator into a
-queue here.
+other ranks; a destructor runs in any thread, at any moment, and must not wait. So dropping a communicator only puts it
+into a queue here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["close_when_dropped"]
 
 _log = logging.getLogger("ncclpy")
 
-#: Seconds for what was issued on a communicator without a deadline of its own; after them it is aborted.
+#: Seconds for what was issued on a communicator without a deadline of its own; then the communicator is aborted.
 _DEADLINE = 60.0
 #: How many threads close communicators: one may wait for a rank that waits for this process to close the next one.
 _MAX_THREADS = 4
-#: Seconds that the end of the process may wait for them.
+#: Seconds that the end of the process may wait for these threads.
 _PATIENCE = 2.0
 
-# A destructor may interrupt any Python code of its thread, also of this module, so nothing here may take a lock. `put`
-# is made for that, and a set changes in one step.
+# A destructor may interrupt any Python code of its thread, also of this module, so nothing here may take a lock.
+# SimpleQueue's `put` may be called from destructors, and a set changes in one step.
 _dropped: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
 _threads: set[object] = set()
 _inherited: list[Any] = []  # in a forked child, what the parent had: the child can close none of it

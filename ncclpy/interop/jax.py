@@ -207,7 +207,7 @@ def _jax() -> Any:
 
 
 def _given(array: Any) -> Any:
-    """Return the argument as an array of JAX that has its values, on one device."""
+    """Return the argument as an array of JAX, which has values (is no tracer) and is on one device."""
     jax = _jax()
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
@@ -256,7 +256,7 @@ def _of_device(
     call: Callable[[Any, dict[str, Any]], object],
     timeout: float | None,
 ) -> Any:
-    """Do the same as `_received`, in memory of the communicator's device."""
+    """Make the call of `_received` in memory of the communicator's device."""
     count = int(np.prod(shape))
     memory = alloc(max(1, count * dtype.itemsize), comm.device)
     buffer = memory.buffer(dtype, count)
@@ -280,7 +280,7 @@ def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout:
         try:
             _complete(comm, stream)
         except BaseException:
-            comm.abort()  # or it would write into memory that was freed
+            comm.abort()  # else the operation would write into freed memory
             raise
 
 
@@ -294,7 +294,7 @@ def _complete(comm: Communicator, stream: Stream) -> None:
             if comm.closed:  # the operation's own timeout has passed
                 raise
             _raise_failure(comm)
-    _raise_failure(comm)  # the stream continues when the operation on it is aborted
+    _raise_failure(comm)  # a stream continues after an operation on it was aborted, as if that had succeeded
 
 
 def _raise_failure(comm: Communicator) -> None:

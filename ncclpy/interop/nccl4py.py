@@ -178,7 +178,7 @@ class Communicator(_Communicator):
     def init_all(  # type: ignore[override]
         cls, devices: int | Iterable[int] | None = None, *, timeout: float | None = None
     ) -> list[Self]:
-        """Make a communicator for each of several devices of this process; a number means so many first ones."""
+        """Make a communicator for each of several devices of this process; a number n means the first n."""
         return super().init_all(range(devices) if isinstance(devices, int) else devices, timeout=timeout)
 
     def split(  # type: ignore[override]

@@ -49,7 +49,7 @@ __all__ = [
 
 _log = logging.getLogger("ncclpy")
 
-#: Seconds for an abort, as in vLLM; after them the call returns, and the abort may go on.
+#: Seconds for an abort, as in vLLM; then the call returns, and the abort may continue.
 _ABORT_TIMEOUT = 5.0
 _MEETING = "ncclpy/pynccl"
 
@@ -186,7 +186,7 @@ class PyNcclCommunicator:
         self.comm = Communicator.init(self.world_size, self.rank, self.unique_id, device=ordinal, timeout=timeout)
         self.available, self.disabled = True, False
         try:
-            # An obstacle between the ranks has to show here, and not in the middle of the program.
+            # If the ranks cannot communicate, the error is raised here, and not in the middle of the program.
             self.all_reduce(torch.zeros(1, device=self.device))
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()

@@ -64,13 +64,13 @@ class RedisStore(Store):
         super().__init__()
         theirs = client.connection_pool
         options = dict(theirs.connection_kwargs, decode_responses=False)
-        # A timeout that the client leaves open would have no end if the server does not answer.
+        # If the client has no timeout, a call would never end while the server does not answer.
         options["socket_timeout"] = options.get("socket_timeout") or self.timeout
         options["socket_connect_timeout"] = options.get("socket_connect_timeout") or self.timeout
         host = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._shown = f"{host}/{options.get('db') or 0}"
         self._pool = type(theirs)(connection_class=theirs.connection_class, **options)
-        self._redis: Any = Redis(connection_pool=self._pool)  # its types cover all that it can be set to return
+        self._redis: Any = Redis(connection_pool=self._pool)  # Any: what its methods return depends on its options
         self._scripts = {text: self._redis.register_script(text) for text in (_SET, _ADD, _APPEND, _COMPARE_SET)}
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class RedisStore(Store):
         try:
             return int(self._change(_ADD, key, b"%d" % number))
         except StoreError:
-            summed(self, key, self._ask(self._redis.get, _name(key)), number)  # a better text, if that is the cause
+            summed(self, key, self._ask(self._redis.get, _name(key)), number)  # may raise a clearer error
             raise
 
     def _compare_set(

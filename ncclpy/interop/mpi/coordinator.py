@@ -38,7 +38,7 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
     comm
         Their communicator; all is done on a duplicate of it.
     engine
-        What has to carry the data: ``"auto"``, or one engine for all of them.
+        What has to carry the data: ``"auto"``, or one engine for all ranks.
     loaded
         The loaded library, ``"nccl"`` or ``"host"``.
     device

@@ -21,7 +21,7 @@ __all__ = ["all_tell", "devices_of", "duplicate", "exchange"]
 #: Seconds between two checks whether all ranks have arrived.
 _POLL_INTERVAL = 1e-3
 
-#: Communicators that were still being made when ranks did not come in time: MPI goes on making them.
+#: Communicators that were not complete in time, with their requests: MPI continues to make them, so they are kept.
 left: list[Any] = []
 
 
@@ -136,15 +136,14 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
 
 
 def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
-    """Return what `mine()` is on all ranks; if it raises on a rank, that rank raises the same, and the others are
-    told.
+    """Return what `mine()` returns on each rank; if it raises on a rank, all ranks raise.
 
-    In that case the communicator is freed.
+    That rank raises the error of `mine()`. In both cases the communicator is freed.
 
     Raises
     ------
     NcclRemoteError
-        If another rank has failed.
+        If `mine()` has raised on another rank.
     """
     met: BaseException | None = None
     try:
@@ -177,7 +176,8 @@ def _all_say(comm: Any, mine: bytes) -> list[Any]:
 def devices_of(machines: Sequence[str], places: Sequence[tuple[int | None, int, int]]) -> list[int]:
     """Return the device of each rank: the one that it asks for, else its current one.
 
-    If another rank of its machine has the same current device, it is the one numbered like this rank on its machine.
+    A rank that asks for none, and whose current device another rank of its machine has as well, gets the device with
+    its own number on the machine.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ class MpiBackend:
     name
         A name for error texts.
     device
-        This rank's device, which its works name as theirs.
+        This rank's device, which its works report.
     rank, size
         This rank, and the number of ranks.
     limit
@@ -89,7 +89,7 @@ class MpiBackend:
         return made
 
     def take(self, comm: Any, error: BaseException | None) -> None:
-        """Set the communicator, or the error for which there is none."""
+        """Set the communicator, or the error because of which there is none."""
         self.comm, self.error = comm, error
         self.settled.set()
 
@@ -168,7 +168,7 @@ class MpiPlane:
         factor: float | None,
         on_device: bool,
     ) -> None:
-        """Launch one all-reduce of several arrays; None stands for neutral elements, on a rank that has joined."""
+        """Launch one all-reduce of several arrays; None is the operator's identity, of a rank that has joined."""
         pieces: list[np.ndarray] = []
         places: list[memoryview | None] = []
         for brought, count in members:
@@ -221,7 +221,7 @@ class MpiPlane:
         )  # fmt: skip
 
     def gather(self, brought: TensorEntry, counts: Sequence[int], result: Any) -> None:
-        """Launch a gather of parts of so many elements, by rank, into a new array."""
+        """Launch a gather into a new array; `counts` has the number of elements of each rank's part."""
         comm, sent, into, width = self._backend.comm, brought.memory(), memory_of(result), _width(brought)
 
         def start() -> list[Any]:
@@ -235,7 +235,7 @@ class MpiPlane:
         self._launch(f"all_gather {brought.name!r}", [brought], start, done)
 
     def scatter(self, brought: TensorEntry, op: int, factor: float | None, counts: Sequence[int], result: Any) -> None:
-        """Launch a reduction of which each rank gets its part, of so many elements."""
+        """Launch a reduce-scatter; `counts` has the number of elements of each rank's part."""
         comm, rank, size, datatype = self._backend.comm, self._backend.rank, self._backend.size, brought.datatype
         values, _ = _loaded(brought.memory(), datatype, factor)
         counts = [brought.unit * count for count in counts]
@@ -261,7 +261,7 @@ class MpiPlane:
     def exchange(
         self, brought: TensorEntry, send_counts: Sequence[int], recv_counts: Sequence[int], even: bool, result: Any
     ) -> None:
-        """Launch an exchange of parts of so many elements."""
+        """Launch an all-to-all; the counts are the numbers of elements sent to and received from each rank."""
         comm, width = self._backend.comm, _width(brought)
         sent, into = brought.memory(), memory_of(result)
 

@@ -206,7 +206,7 @@ class MpiThread:
         for launch in [launch for lane in lanes for launch in lane]:
             _kept_for_mpi.append(launch)  # MPI may still write into its memory
             launch.failed(launch, error)
-        for task in _drained(self._tasks):  # a thread that gives a task may be here too
+        for task in _drained(self._tasks):  # a thread that has just added a task may run this too
             if isinstance(task, MpiCall):
                 task.failed(task, error)
             else:

@@ -36,7 +36,7 @@ _PLAIN: dict[int, tuple[Any, str]] = {
     DataType.FLOAT32: (np.float32, "FLOAT"),
     DataType.FLOAT64: (np.float64, "DOUBLE"),
 }
-#: An average is a sum first.
+#: An average is a sum, which `_average` of the plane then divides.
 _OPERATORS = {
     ReduceOp.SUM: "SUM", ReduceOp.AVG: "SUM", ReduceOp.PROD: "PROD", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX",
 }  # fmt: skip
@@ -58,8 +58,8 @@ def operator_of(op: int) -> Any:
     return getattr(MPI, _OPERATORS[ReduceOp(op)])
 
 
-# Floats shorter than float32 are reduced as float32: for most of them MPI has no types that every implementation has,
-# and this way the sum over several ranks is rounded once.
+# Floats shorter than float32 are reduced as float32: not every implementation of MPI has types for them, and this way
+# the sum over several ranks is rounded once.
 
 
 def widened(data: memoryview, datatype: int) -> np.ndarray:

@@ -1,9 +1,9 @@
 // A backend of torch.distributed that forwards its operations to methods of a Python object, and works that do the
 // same: for releases of torch with a Backend that Python cannot derive from. It is built against the installed torch
-// when it is first needed.  Both hold their Python object, so that it cannot die before them. Torch calls them with or
-// without the GIL. An operation that needs nothing of the Python layer (one dense tensor that the engine reaches, no
-// block, no timeout of its own) is begun on the process group directly: most calls are such, and the layer takes as
-// long as the group.
+// when it is first needed.  Backends and works hold their Python object, so that it is not freed before them. Torch
+// calls them with or without the GIL. An operation that needs nothing of the Python layer (one dense tensor that the
+// engine reaches, no block, no timeout of its own) is begun on the process group directly: most calls are such, and
+// the layer would take as long again as the group.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -445,7 +445,7 @@ class ForwardedBackend : public c10d::Backend {
     call(python_, name, given(arguments)...);
   }
 
-  // Sets the GPU of a group that is made before a tensor has told it.
+  // Sets the GPU of a group that is made before a tensor determines it.
   void prefer(const at::Device& device) {
     if (device.is_cpu() || !device.has_index()) return;
     const Gil gil;

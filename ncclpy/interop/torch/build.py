@@ -169,8 +169,8 @@ def flags_for(torch: Any) -> list[str]:
     if cuda is not None:
         includes.append(cuda)
     abi = int(bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
-    # By these pybind11 tells whether two modules share classes; older releases of torch have those of the compiler
-    # that torch was built by.
+    # From these macros pybind11 concludes whether two modules share classes. Older releases of torch tell with which
+    # values the compiler has built them.
     known = {part: getattr(torch._C, f"_PYBIND11_{part}", None) for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return [
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -275,7 +275,7 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part
                 return
             said = said or done.stderr or done.stdout
     lines = said.strip().splitlines()
-    last = "\n".join(lines[-SHOWN:])  # it has stopped at the first error
+    last = "\n".join(lines[-SHOWN:])  # the compiler has stopped at the first error
     hint = ""
     if "cuda_runtime_api.h" in said or "crt/" in said:
         hint = (

@@ -1,9 +1,10 @@
 """The C++ extension, which is built once against the installed torch, when it is first needed (`backend.cpp`).
 
-It connects torch's C++ with a `TorchBackend`: torch calls backends and works through virtual functions of C++, and its
-releases up to now have no class of those that Python could derive from. It also has the function by which core reads
-tensors faster than by torch's own interfaces (`reader.hpp`). That is no library of its own, as torch's headers take
-two thirds of the compiler's time: a program that needs both would wait for them twice, to save other programs a third.
+It connects torch's C++ with a `TorchBackend`: torch calls backends and works through virtual functions of C++, and no
+release so far has classes for them that Python can derive from. It also has the function by which core reads
+tensors faster than by torch's own interfaces (`reader.hpp`). The reader is no library of its own, as torch's headers
+take two thirds of the compiler's time: a program that needs both would compile the headers twice, and a program that
+needs one would save only a third.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _loading = threading.Lock()
 def wrapped(rank: int, size: int, make: Callable[[], TorchBackend]) -> Any:
     """Return a ``torch.distributed.Backend`` that forwards to the backend that `make` makes, and keeps it.
 
-    The extension is loaded first: a group's heartbeats begin with it, in a thread of C++ if that is there.
+    The extension is loaded first: the group's heartbeats begin in `make`, in a C++ thread if the extension is there.
     """
     extension = _extension()
     return extension.ForwardedBackend(rank, size, make())
@@ -67,7 +68,7 @@ def read_tensors_natively() -> None:
 
 def _extension(part: Part = BACKEND) -> Any:
     """Return the extension, built and loaded if it has not been; `part` has the words for errors."""
-    import torch.distributed  # the extension's own classes derive from its
+    import torch.distributed  # the extension's classes derive from torch's
 
     if EXTENSION not in sys.modules:
         path = built(torch, part)
@@ -82,6 +83,6 @@ def _loaded(torch: Any, path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if torch.version.hip is None:  # DLPack has another number for its GPUs, by which their memory is refused
+    if torch.version.hip is None:  # ROCm's GPUs are another device type in DLPack, which core refuses
         read_by([torch.Tensor, torch.nn.Parameter], module.tensor_reader())
     return module

@@ -22,7 +22,7 @@ namespace {
 class Heartbeat {
  public:
   // `before` precedes the count, and `period` is the seconds between two beats. `idle` is a connection to the server,
-  // which ends with it: torch prints a C++ backtrace for a call that finds the server gone, so no call is made then.
+  // which ends with the server: torch prints a C++ backtrace for a call that finds the server gone, so none is made.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string before, double period, int idle)
       : state_(std::make_shared<State>()), process_(::getpid()) {
     state_->store = std::move(store);

@@ -118,7 +118,7 @@ def _check_allocator(torch: Any) -> None:
 
 
 def _has_expandable_segments(torch: Any) -> bool:
-    """Whether they are on now, as torch tells; for a release that does not, by the variables that it reads."""
+    """Return whether they are on: as torch tells or, in a release that does not, by the variables that torch reads."""
     try:
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
         return bool(settings["expandable_segments"])
@@ -165,7 +165,7 @@ def _ours() -> list[tuple[int, int]]:
 
 
 def _let_go(timeout: float) -> NcclTimeout | None:
-    """Take torch's segments out of the registry; torch keeps them. Those that are late are removed later."""
+    """Take torch's segments out of the registry; torch keeps them. Segments in use are taken out later."""
     registry = SegmentRegistry.default()
     deadline = time.monotonic() + timeout
     late: NcclTimeout | None = None

@@ -1,4 +1,4 @@
-"""Torch's memory pools over memory that NCCL knows."""
+"""Torch's memory pools, whose memory is registered with NCCL."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def source(device: int | None) -> TorchSource:
 
 
 def allocator(torch: Any) -> Any:
-    """Return torch's allocator of memory that NCCL knows, for a ``torch.cuda.MemPool``."""
+    """Return torch's allocator of memory that is registered with NCCL, for a ``torch.cuda.MemPool``."""
     if not _allocators:
         made = torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE)
-        # Torch's pools, and what they have allocated, point to it without a reference: it has to outlive Python.
+        # Torch's pools, and what they have allocated, point to it without a reference, so it is never freed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made.allocator()))
         _allocators.append(made)
     return _allocators[0].allocator()
 
 
 def holds(pool: Any) -> bool:
-    """Return whether all memory of a ``torch.cuda.MemPool`` is known, and so registered on every communicator."""
+    """Return whether all memory of a ``torch.cuda.MemPool`` is in the registry, so that communicators register it."""
     known = {pointer for pointer, _, _ in SegmentRegistry.default().segments()}
     return all(segment["address"] in known for segment in pool.snapshot())
 

@@ -27,8 +27,8 @@ constexpr auto kEnds = std::chrono::seconds(2);
   for (;;) pause();
 }
 
-// Without the GIL: have other threads stay while the process ends. If it has not ended after a while they go on, as
-// others may wait for them.
+// Without the GIL: have other threads stay while the process ends. If it has not ended after kEnds they continue, as
+// other threads may wait for them.
 void stay_at_the_end() {
   if (!has_ended || std::this_thread::get_id() == ender || PyGILState_Check()) return;
   const auto until = std::chrono::steady_clock::now() + kEnds;
@@ -76,8 +76,8 @@ void without_gil(const Callable& callable) {
   if (raised) std::rethrow_exception(raised);
 }
 
-// Calls Python, where a thread may be ended; no object of this code is between the call and the place where it stays
-// then.
+// Calls Python, where a thread may be ended; the thread then stays here, with no C++ object between the call and this
+// function.
 PyObject* call_raw(PyObject* name, PyObject* const* arguments, size_t count) {
   try {
     return PyObject_VectorcallMethod(name, arguments, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);

@@ -19,7 +19,7 @@ __all__ = ["backend_of", "recover"]
 def backend_of(group: Any = None, device: Any = None) -> TorchBackend:
     """Return the `TorchBackend` of a torch process group.
 
-    Its attribute ``group`` is the `ncclpy.ProcessGroup`, with all that torch does not use of it.
+    Its attribute ``group`` is the `ncclpy.ProcessGroup`, with the features that torch does not use.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def recover(timeout: float, min_size: int = 1) -> Recovery:
 
     They agree on the survivors (`ncclpy.ProcessGroup.recover`). Then the world and all groups are destroyed, and the
     world is made anew, of the survivors in the order of their ranks, over the same store. What was made for the old
-    groups, such as a ``DistributedDataParallel``, has to be made again; the module in it can be used further.
+    groups, such as a ``DistributedDataParallel``, has to be made again; the module in it can still be used.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ def _made(
             ordinal = device.index
         else:
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
-        # Torch programs read tensors on streams, which go on after an abort: nothing is aborted unless asked for.
+        # Torch programs read tensors on streams, which continue after an abort: by default nothing is aborted.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
         there = TorchStore(store, min(timeout, 300.0), shutdown)
         there.one_attempt = True  # torch gives each attempt keys of its own

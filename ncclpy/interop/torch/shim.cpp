@@ -94,7 +94,7 @@ void goes(uintptr_t base, int device) {
     const Hold hold(one.mutex);
     ++one.count[result > 0 ? ended : kept];
   }
-  if (result < 0) {  // the allocator has not freed it yet, and keeps it then
+  if (result < 0) {  // the allocator has not freed it yet, and keeps it if this throws
     char words[200];
     std::snprintf(words, sizeof words,
                   "ncclpy: the memory at 0x%llx is not freed: a communicator still uses it after %g s, and could not be "
@@ -153,8 +153,8 @@ int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, cha
   return 0;
 }
 
-// Takes in a segment of a snapshot that was made after that, unless it was freed meanwhile. Returns 0 taken in, 1
-// known, 2 refused, 3 freed.
+// Takes in a segment of a snapshot made after ncclpy_torch_open(), unless it was freed meanwhile. Returns 0 taken in,
+// 1 known, 2 refused, 3 freed.
 int ncclpy_torch_was_there(uintptr_t base, size_t bytes, int device) {
   State& one = state();
   const Hold hold(one.mutex);

@@ -115,7 +115,7 @@ class StoreShutdown:
     torch_store
         The store of torch's world, on a TCPStore.
     store
-        The same store, for this alone. The n-th world of one rank there is the n-th of the others.
+        The same store, through a `Store` for this object alone. The n-th world of one rank is the n-th of the others.
     rank, size
         This process's rank in the world, and the number of ranks.
     """

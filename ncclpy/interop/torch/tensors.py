@@ -86,7 +86,7 @@ class Places:
         self._ends: list[int] = []
 
     def has(self, tensor: Any) -> bool:
-        """Return whether a tensor shares memory with one that was asked for before; note it if it does not."""
+        """Return whether a tensor shares memory with one of an earlier call; note its memory if it does not."""
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
         i = bisect_right(self._starts, start)
@@ -102,10 +102,10 @@ class Places:
 class Staging:
     """Stand-ins for tensors during one operation, and what has to be done when it has ended.
 
-    For most tensors it is another tensor over the same storage. The operation holds it, and with it the memory: the
-    caller may give its own tensor another memory meanwhile (``x.data = y``, ``x.set_(y)``). A copy stands in for a
-    tensor that is not contiguous, that has other values than its memory (lazy negation and conjugation), or that is in
-    CPU memory while the engine reaches GPUs only.
+    For most tensors the stand-in is another tensor over the same storage. The operation holds it, and with it the
+    memory: the caller may give its own tensor another memory meanwhile (``x.data = y``, ``x.set_(y)``). A copy stands
+    in for a tensor that is not contiguous, that has other values than its memory (lazy negation and conjugation), or
+    that is in CPU memory while the engine reaches GPUs only.
 
     Parameters
     ----------

@@ -100,7 +100,7 @@ def _check_level(alone: bool) -> None:
         also = (
             ""
             if alone or level < MPI.THREAD_SERIALIZED
-            else "; mpi_alone=True does with this level, and says that nothing else in this process calls MPI"
+            else "; mpi_alone=True needs only this level, and promises that nothing else in this process calls MPI"
         )
         raise NcclError(
             f"transport: a thread of the coordinator's calls MPI, which needs {_name_of(needed)}, and this process "

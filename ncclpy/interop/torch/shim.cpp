@@ -65,13 +65,13 @@ int take_in(State& one, uintptr_t base, size_t bytes, int device) {
   return result;
 }
 
-void comes(uintptr_t base, size_t bytes, int device) {
+void segment_allocated(uintptr_t base, size_t bytes, int device) {
   State& one = state();
   const Hold hold(one.mutex);
   if (one.open) take_in(one, base, bytes, device);
 }
 
-void goes(uintptr_t base, int device) {
+void segment_freed(uintptr_t base, int device) {
   State& one = state();
   TakeOut take_out;
   double timeout;
@@ -108,9 +108,9 @@ void follow(const allocator::TraceEntry& entry) {
   const auto base = static_cast<uintptr_t>(entry.addr_);
   switch (entry.action_) {
     case allocator::TraceEntry::SEGMENT_ALLOC:
-      return comes(base, static_cast<size_t>(entry.size_), static_cast<int>(entry.device_));
+      return segment_allocated(base, static_cast<size_t>(entry.size_), static_cast<int>(entry.device_));
     case allocator::TraceEntry::SEGMENT_FREE:
-      return goes(base, static_cast<int>(entry.device_));
+      return segment_freed(base, static_cast<int>(entry.device_));
     case allocator::TraceEntry::SEGMENT_MAP: {  // it grows and shrinks by pages, which a registration cannot
       State& one = state();
       const Hold hold(one.mutex);

@@ -10,7 +10,7 @@ from ncclpy.coordinator.connections import Tree
 from ncclpy.coordinator.control import Control
 from ncclpy.core.runtime.device import current, device_count
 from ncclpy.errors import NcclError, NcclTimeout, NcclUnsupported, ranks, spans
-from ncclpy.interop.mpi.meeting import all_tell, devices_of, duplicate
+from ncclpy.interop.mpi.meeting import devices_of, duplicate, gather_json
 from ncclpy.interop.mpi.plane import MpiBackend
 from ncclpy.interop.mpi.store import adapt
 from ncclpy.interop.mpi.thread import MpiThread, is_running
@@ -62,7 +62,7 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
         raise RuntimeError("transport: MPI is not initialised, or is finalised already")
     _check_level(alone)
     own = duplicate(comm, patience, "coordinator over MPI")
-    heard = all_tell(
+    heard = gather_json(
         own, lambda: {"said": [machine(), engine, loaded, device, current(), device_count()]}, "a coordinator over MPI"
     )
     told = [each["said"] for each in heard]

@@ -16,7 +16,7 @@ from ncclpy.errors import NcclRemoteError, NcclTimeout, seconds
 from ncclpy.interop.mpi.types import MPI
 from ncclpy.types import as_integer
 
-__all__ = ["all_tell", "devices_of", "duplicate", "exchange"]
+__all__ = ["devices_of", "duplicate", "exchange", "gather_json"]
 
 #: Seconds between two checks whether all ranks have arrived.
 _POLL_INTERVAL = 1e-3
@@ -74,7 +74,7 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
         said |= {"current": current(), "count": device_count()}
         return said | {"brought": make().hex()} if own.rank == 0 else said
 
-    told = all_tell(own, mine, "Communicator.from_mpi")
+    told = gather_json(own, mine, "Communicator.from_mpi")
     own.Free()
     machines = [each["machine"] for each in told]
     devices = devices_of(machines, [(each["given"], each["current"], each["count"]) for each in told])
@@ -135,7 +135,7 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
     return own
 
 
-def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
+def gather_json(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
     """Return what `mine()` returns on each rank; if it raises on a rank, all ranks raise.
 
     That rank raises the error of `mine()`. In both cases the communicator is freed.
@@ -150,7 +150,7 @@ def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[d
         said = mine()
     except BaseException as failed:  # raised after telling: the others wait for this rank's part
         met, said = failed, {"failed": f"{type(failed).__name__}: {failed}"}
-    told = _all_say(comm, json.dumps(said).encode())
+    told = _gathered(comm, json.dumps(said).encode())
     failures = [
         f"rank {rank} could not take part in {what}: {each['failed']}"
         for rank, each in enumerate(told)
@@ -162,7 +162,7 @@ def all_tell(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[d
     return told
 
 
-def _all_say(comm: Any, mine: bytes) -> list[Any]:
+def _gathered(comm: Any, mine: bytes) -> list[Any]:
     """Return what all ranks say, each in JSON."""
     every = bytearray(8 * comm.size)
     comm.Allgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [every, MPI.BYTE])

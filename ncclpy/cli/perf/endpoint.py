@@ -26,7 +26,7 @@ class Endpoint:
     Parameters
     ----------
     communicator
-        The rank's communicator; its maker closes it.
+        The rank's communicator; the caller closes it.
     nbytes
         The size of the send buffer and of the receive buffer.
     """

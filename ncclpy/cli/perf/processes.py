@@ -30,10 +30,10 @@ class _Link:
 
 
 def _child(arguments: Arguments, index: int, library: str, connection: Connection, control: Connection) -> None:
-    """Run one worker in a thread; this thread waits for the word to stop, or for the end of the parent."""
+    """Run one worker in a thread; this thread waits until the parent closes `control`, to abort the run, or ends."""
     import ncclpy
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     ncclpy.use(library)
     worker = Worker(arguments, index, 1, _Link(connection))
 

@@ -45,7 +45,7 @@ class RankRunner(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, timeout: float) -> tuple[int, str, Any] | None:
-        """Return ``(worker, what, value)`` of the next message, or ``None`` if none came within `timeout` seconds."""
+        """Return ``(worker, what, value)`` of the next message, or ``None`` if none arrives in `timeout` seconds."""
 
     @abc.abstractmethod
     def answer(self, worker: int, value: Any) -> None:

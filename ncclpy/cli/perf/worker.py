@@ -23,7 +23,7 @@ from ncclpy.cli.perf.endpoint import Call, Endpoint
 from ncclpy.cli.perf.report import Rank, Row, Side
 from ncclpy.core.runtime import device
 
-#: Seconds between two looks for asynchronous errors while a stream is not done.
+#: Seconds between two checks for asynchronous errors while a stream is not done.
 _LOOK = 1.0
 
 

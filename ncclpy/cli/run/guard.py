@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 #: The last line of a launcher that has left nothing behind.
 DONE = b"done\n"
-#: Seconds that killed processes are looked for; one that hangs in the kernel cannot end.
+#: Seconds to wait for killed processes to end; one that hangs in the kernel cannot.
 _PATIENCE = 5.0
 
 
@@ -65,7 +65,7 @@ def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
 def main() -> None:
     """Wait for the launcher's end, and kill what it has left unless it has written `DONE`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # sent to the launcher, which may need this process just then
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which may need this process then
     mark = sys.argv[1]
     sessions = set()
     for line in sys.stdin.buffer:

@@ -43,7 +43,7 @@ class Others:
     def come(store: Store, node: int) -> None:
         """Tell the others, before the rendezvous, that this launcher is alive."""
         if store.check([f"here/{node}"]):
-            # Its end would be taken for the end of the launcher that is there, and end the run.
+            # The end of this second launcher would count as the end of the first one, and end the run.
             raise StoreError(f"machine {node} is there already: --node-rank {node} was given to two launchers")
         store.set(f"here/{node}", b"", ephemeral=True)
 
@@ -72,7 +72,7 @@ class Others:
             with contextlib.suppress(NcclError):  # the store is gone, or this launcher has closed it
                 self._follow()
         finally:
-            # Closed by this launcher, or machine 0 is gone with the store: no launcher can be waited for.
+            # The store is closed by this launcher, or gone with machine 0: no launcher can be waited for.
             with self._news:
                 unfinished = 0 in self._here - self._done
                 self._here.clear()

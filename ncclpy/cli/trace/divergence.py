@@ -92,7 +92,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class LateGroup:
-    """A rank that made its process group after its end; how long after the first rank, and after that end."""
+    """A rank that made its process group late: `seconds` after the first rank, `after_end` after the group's end."""
 
     group: Group
     first: Group

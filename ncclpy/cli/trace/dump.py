@@ -37,7 +37,7 @@ class Dump:
     """What one process recorded. `wall` and `monotonic` are its two clocks in seconds when it wrote the dump.
 
     `clock` identifies the monotonic clock; `shift` is added to its times to put all dumps on one time line.
-    `clock_error` is how many seconds these may be wrong by, if the clock was compared with others through a store.
+    `clock_error` is by how many seconds its times may be wrong, if the clock was compared with others through a store.
     """
 
     path: Path

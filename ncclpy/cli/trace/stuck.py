@@ -22,8 +22,8 @@ class Standstill:
     """One operation of one communicator that has not ended on all ranks.
 
     `sequence` is None for send and recv. `launched` has the entries of the ranks that have launched it, by rank, and
-    `beyond` the ranks that must have, although the ring has lost it. `missing` has, by rank, the `Last` of a rank that
-    has not launched it. `unseen` are the ranks that no dump knows.
+    `beyond` the ranks that must have launched it, although their rings have lost the entry. `missing` has, by rank,
+    the `Last` of a rank that has not launched it. `unseen` are the ranks that no dump knows.
     """
 
     communicator: str

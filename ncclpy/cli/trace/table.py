@@ -20,10 +20,11 @@ FIELDS = (
     "nranks", "device", "thread", "site", "state", "created", "launched", "completed", "error",
 )  # fmt: skip
 STATES = ("pending", "launched", "completed", "failed", "called", "captured")
-#: By point-to-point operation, what the rank in its `root` has to be in; a "sendrecv" waits for the rank that sends.
+#: For a point-to-point operation, the operation that the rank in its `root` has to be in; a "sendrecv" waits for the
+#: rank that sends.
 ANSWER = {"send": "recv", "recv": "send", "sendrecv": "send"}
 
-# Far beyond what a recorder writes, but they keep computed values finite: 64 bits, and the year 5138.
+# Bounds far beyond what a recorder writes, which keep computed values finite: 64 bits, and the year 5138.
 MOST = 2**64
 LAST_SECOND = 1e11
 
@@ -129,7 +130,8 @@ class Seat:
 
     `sequences`, `indices` (in the table), `signatures` and `launched` are parallel arrays. `last` is the index of the
     rank's last entry, numbered or not, `open` has the numbers that have not ended well, `first_failed` is the first
-    that has failed, and `reached` the highest one that proves that every rank has launched it, -1 for none.
+    that has failed, and `reached` the highest one whose completion proves that every rank has launched it; -1 for
+    none.
     """
 
     def __init__(

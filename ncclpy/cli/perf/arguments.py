@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", action="store_true", help="one process for each of the -g times -t devices")
     add("-n", "--iters", type=positive, default=20, metavar="N", help="timed iterations (default 20)")
     add("-m", "--agg_iters", type=positive, default=1, metavar="N", help="operations aggregated in one group")
-    add("-w", "--warmup_iters", type=count, default=1, metavar="N", help="iterations before (default 1)")
+    add("-w", "--warmup_iters", type=count, default=1, metavar="N", help="warmup iterations (default 1)")
     add("-d", "--datatype", type=_datatypes, default="float", metavar="TYPE", help=f"{', '.join(TYPES)} or all")
     add("-o", "--op", type=_ops, default="sum", metavar="OP", help=f"{', '.join(OPS)} or all")
     add("-r", "--root", type=_root, default=0, metavar="RANK", help="root rank, or all (default 0)")

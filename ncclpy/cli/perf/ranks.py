@@ -93,7 +93,7 @@ class RankRunner(abc.ABC):
             if message is None:
                 silent = sorted(working - waiting.keys())
                 raise NcclTimeout(
-                    f"no worker moved for {self.timeout:g} s, and before that {last}; still in a call: "
+                    f"no worker has sent anything for {self.timeout:g} s, and before that {last}; still in a call: "
                     f"worker {', '.join(map(str, silent))} of {self.size}. The communicators are aborted. "
                     "For slow machines or long runs raise -T."
                 )

@@ -43,14 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--nproc", type=positive, required=True, metavar="N", help="processes on this machine")
     parser.add_argument("-m", "--module", action="store_true", help="the program is the name of a Python module")
     parser.add_argument(
-        "--no-kill", action="store_true", help="let the others go on when one process fails; the exit code is its"
+        "--no-kill",
+        action="store_true",
+        help="let the others continue when one process fails, and return its exit code",
     )
     parser.add_argument(
         "--grace",
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="when one process has failed, so long the others have to end before SIGTERM, and again before SIGKILL "
+        help="how long the others have to end when one process has failed, before SIGTERM and again before SIGKILL "
         "(default: %(default)g)",
     )
     nodes = parser.add_argument_group("several machines: one launcher on each, all with the same --nnodes and --rdzv")

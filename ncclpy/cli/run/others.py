@@ -40,7 +40,7 @@ class Others:
         self._call: Callable[[int, str], object] | None = None
 
     @staticmethod
-    def come(store: Store, node: int) -> None:
+    def announce(store: Store, node: int) -> None:
         """Tell the others, before the rendezvous, that this launcher is alive."""
         if store.check([f"here/{node}"]):
             # The end of this second launcher would count as the end of the first one, and end the run.

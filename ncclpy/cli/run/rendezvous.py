@@ -51,12 +51,12 @@ class LauncherRendezvous:
         self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)
         self._own = PrefixStore("ncclpy/run", self._store)
         self._port: socket.socket | None = None
-        log.addFilter(_told)
+        log.addFilter(_is_no_lost_client)
         try:
             if node == 0:
                 self._port = _reserve(host, timeout)
             if nodes > 1:
-                Others.come(self._own, node)
+                Others.announce(self._own, node)
             mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._port and self._port.getsockname()[1]}
             told = self._own.gather("launchers", node, nodes, json.dumps(mine).encode(), timeout)
         except BaseException:
@@ -94,7 +94,7 @@ class LauncherRendezvous:
     def close(self) -> None:
         """Close the store."""
         self._store.close()
-        log.removeFilter(_told)
+        log.removeFilter(_is_no_lost_client)
         if self._port is not None:
             self._port.close()
 
@@ -127,6 +127,6 @@ def _reserve(host: str, timeout: float) -> socket.socket:
     raise failed or OSError(f"{host} has no address")
 
 
-def _told(record: logging.LogRecord) -> bool:
+def _is_no_lost_client(record: logging.LogRecord) -> bool:
     """Drop the store's messages about lost clients: the launcher itself reports how its ranks ended."""
     return "lost client" not in record.getMessage()

@@ -14,8 +14,8 @@ from ncclpy.cli.trace.table import (
     LAST_SECOND,
     MOST,
     STATES,
+    RankTrace,
     Row,
-    Seat,
     Table,
     divide,
     printable,
@@ -81,9 +81,9 @@ class Dump:
         return [self.entry(index) for index in range(len(self.table))]
 
     @cached_property
-    def seats(self) -> list[Seat]:
-        """Return the seats: what each rank has done in each communicator."""
-        return self.table.seats()
+    def traces(self) -> list[RankTrace]:
+        """Return what each rank has done in each communicator."""
+        return self.table.traces()
 
     @property
     def wall_now(self) -> float:

@@ -69,7 +69,7 @@ def _read(path: Path) -> Dump | DumpError:
     gc.disable()  # it would traverse all the JSON again and again, and free nothing
     try:
         dump_read = read(path)
-        _ = dump_read.seats  # computed here, where several processes may share the work
+        _ = dump_read.traces  # computed here, where several processes may share the work
         return dump_read
     except DumpError as error:
         return error

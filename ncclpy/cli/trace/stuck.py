@@ -14,7 +14,7 @@ import numpy as np
 
 from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, ended_groups, first_divergence, late_groups
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
-from ncclpy.cli.trace.table import ANSWER, Seat, Signature, differing
+from ncclpy.cli.trace.table import ANSWER, RankTrace, Signature, differing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def find(dumps: Iterable[Dump]) -> Findings:
     dumps = list(dumps)
     findings_of: dict[str, list[Entry]] = {"launched": [], "failed": [], "pending": []}
     gatherings: list[Gathering] = []
-    communicators: dict[str, dict[int, list[tuple[Dump, Seat]]]] = {}
+    communicators: dict[str, dict[int, list[tuple[Dump, RankTrace]]]] = {}
     for dump in dumps:
         waiting = [each for each in dump.gatherings if is_waiting(each)]
         gatherings.extend(waiting)
@@ -87,35 +87,35 @@ def find(dumps: Iterable[Dump]) -> Findings:
         for state, found in findings_of.items():
             entries = map(dump.entry, dump.table.where(state=state))
             found.extend(each for each in entries if state != "pending" or each.key not in gathered)
-        for seat in dump.seats:
-            communicators.setdefault(seat.communicator, {}).setdefault(seat.rank, []).append((dump, seat))
+        for trace in dump.traces:
+            communicators.setdefault(trace.communicator, {}).setdefault(trace.rank, []).append((dump, trace))
     standstills: list[Standstill] = []
     mismatches: list[Mismatch] = []
     divergences: list[Divergence] = []
     members = _members(dumps)
-    everyone: dict[str, tuple[int, set[int]]] = {
+    known_ranks: dict[str, tuple[int, set[int]]] = {
         f"process group {name!r}": (size, set(there)) for (name, size), there in members.items()
     }
     for name, ranks in sorted(communicators.items()):
-        seats = _Seats(name, ranks, members)
-        if seats.nranks is not None and seats.title not in {group for group, _ in members}:
-            everyone[f"communicator {name}"] = (seats.nranks, {*seats.places})
-        if seats.is_point_to_point:
-            standstills.extend(seats.unanswered())
+        comm = _Communicator(name, ranks, members)
+        if comm.nranks is not None and comm.title not in {group for group, _ in members}:
+            known_ranks[f"communicator {name}"] = (comm.nranks, {*comm.places})
+        if comm.is_point_to_point:
+            standstills.extend(comm.unanswered())
             continue
-        still, different = list(seats.standstills()), list(seats.mismatches())
+        still, different = list(comm.standstills()), list(comm.mismatches())
         standstills.extend(still)
         mismatches.extend(different)
         numbers = [each.sequence for each in still if each.sequence is not None]
-        numbers += [each.sequence for each in different] + seats.first_failed()
+        numbers += [each.sequence for each in different] + comm.first_failed()
         if numbers:
             number = min(numbers)
             missing = next((each.missing for each in still if each.sequence == number), {})
             absent = {rank: last.dump for rank, last in missing.items()}
-            divergences.append(Divergence(name, seats.nranks, number, seats.at(number), absent, seats.unseen()))
+            divergences.append(Divergence(name, comm.nranks, number, comm.at(number), absent, comm.unseen()))
     return Findings(
         gatherings, findings_of["pending"], findings_of["launched"], standstills, mismatches, findings_of["failed"],
-        first_divergence(divergences), late_groups(dumps), ended_groups(dumps), _unseen_of(everyone),
+        first_divergence(divergences), late_groups(dumps), ended_groups(dumps), _unseen_of(known_ranks),
     )  # fmt: skip
 
 
@@ -128,11 +128,11 @@ def _members(dumps: Iterable[Dump]) -> dict[tuple[str, int], dict[int, Dump]]:
     return members
 
 
-def _unseen_of(everyone: Mapping[str, tuple[int, set[int]]]) -> tuple[str, int, tuple[range, ...]] | None:
+def _unseen_of(known_ranks: Mapping[str, tuple[int, set[int]]]) -> tuple[str, int, tuple[range, ...]] | None:
     """Return the largest of all groups, its size, and its ranks without a dump; None if all have one."""
-    if not everyone:
+    if not known_ranks:
         return None
-    name, (size, there) = max(everyone.items(), key=lambda item: (item[1][0], len(item[1][1])))
+    name, (size, there) = max(known_ranks.items(), key=lambda item: (item[1][0], len(item[1][1])))
     gaps = _gaps(there, size)
     return (name, size, gaps) if gaps else None
 
@@ -151,36 +151,36 @@ def is_waiting(gathering: Gathering) -> bool:
     return gathering.missing != 0 or bool(gathering.waits_for)
 
 
-class _Seats:
+class _Communicator:
     """One communicator: its ranks, and what each has launched at which sequence number."""
 
     def __init__(
         self,
         name: str,
-        ranks: Mapping[int, Sequence[tuple[Dump, Seat]]],
+        ranks: Mapping[int, Sequence[tuple[Dump, RankTrace]]],
         members: Mapping[tuple[str, int], Mapping[int, Dump]],
     ) -> None:
         self.name = name
         self.title = name.removesuffix(NEVER_MADE) if name.endswith(NEVER_MADE) else name.rpartition(" ")[0]
         self.ranks = {rank: ranks[rank] for rank in sorted(ranks)}
-        self.seats = [each for seats in self.ranks.values() for each in seats]
-        self.nranks = max((seat.nranks for _, seat in self.seats if seat.nranks is not None), default=None)
-        self.is_point_to_point = any(seat.is_point_to_point for _, seat in self.seats)
+        self.traces = [each for traces in self.ranks.values() for each in traces]
+        self.nranks = max((trace.nranks for _, trace in self.traces if trace.nranks is not None), default=None)
+        self.is_point_to_point = any(trace.is_point_to_point for _, trace in self.traces)
         # The dump of each rank, also of ranks that have begun nothing on the communicator.
         self.places: dict[int, Dump] = dict(members.get((self.title, self.nranks or 0), {}))
-        self.places |= {rank: seats[-1][0] for rank, seats in self.ranks.items()}
+        self.places |= {rank: traces[-1][0] for rank, traces in self.ranks.items()}
         self.last = {
-            rank: max(int(seat.sequences[-1]) for _, seat in seats if len(seat.sequences))
-            for rank, seats in self.ranks.items()
-            if any(len(seat.sequences) for _, seat in seats)
+            rank: max(int(trace.sequences[-1]) for _, trace in traces if len(trace.sequences))
+            for rank, traces in self.ranks.items()
+            if any(len(trace.sequences) for _, trace in traces)
         }
 
     def at(self, number: int) -> dict[int, Entry]:
         """Return what the ranks have begun at a sequence number, by rank."""
         found = {}
-        for rank, seats in self.ranks.items():
-            for dump, seat in reversed(seats):
-                index = seat.find(number)
+        for rank, traces in self.ranks.items():
+            for dump, trace in reversed(traces):
+                index = trace.find(number)
                 if index is not None:
                     found[rank] = dump.entry(index)
                     break
@@ -188,7 +188,7 @@ class _Seats:
 
     def standstills(self) -> Iterable[Standstill]:
         """Yield the first sequence number that has not ended, and the first that not every rank has launched."""
-        first = min((int(seat.open[0]) for _, seat in self.seats if len(seat.open)), default=None)
+        first = min((int(trace.open[0]) for _, trace in self.traces if len(trace.open)), default=None)
         behind = self._behind(first is not None)
         apart = min(behind.values()) + 1 if behind else None
         if first is not None and (apart is None or first < apart):
@@ -201,7 +201,7 @@ class _Seats:
 
     def first_failed(self) -> list[int]:
         """Return the first number that has failed on a rank, if there is one."""
-        found = [seat.first_failed for _, seat in self.seats if seat.first_failed is not None]
+        found = [trace.first_failed for _, trace in self.traces if trace.first_failed is not None]
         return [min(found)] if found else []
 
     def _behind(self, is_open: bool) -> dict[int, int]:
@@ -209,7 +209,7 @@ class _Seats:
         if not self.last:
             return {}
         front = max(self.last.values())
-        reached = max((seat.reached for _, seat in self.seats), default=-1)
+        reached = max((trace.reached for _, trace in self.traces), default=-1)
         lasts = {}
         for rank, dump in self.places.items():
             # A rank without a launch has had none, or none that the ring still has.
@@ -224,8 +224,8 @@ class _Seats:
 
     def _earliest_beyond(self, numbers: Iterable[int]) -> dict[int, float]:
         """Return for each number when the first operation with a higher number was launched, by the wall clock."""
-        sequences = np.concatenate([seat.sequences for _, seat in self.seats])
-        launched = np.concatenate([seat.launched + dump.shift for dump, seat in self.seats])
+        sequences = np.concatenate([trace.sequences for _, trace in self.traces])
+        launched = np.concatenate([trace.launched + dump.shift for dump, trace in self.traces])
         order = np.argsort(sequences, kind="stable")
         sequences = sequences[order]
         times = np.where(np.isnan(launched), np.inf, launched)[order]
@@ -248,13 +248,13 @@ class _Seats:
         dump = self.places[rank]
         if rank not in self.ranks:
             return Last(None, dump, None)
-        (there, seat), number = self.ranks[rank][-1], self.last.get(rank)
+        (there, trace), number = self.ranks[rank][-1], self.last.get(rank)
         launch = None if number is None else self.at_rank(rank, number)
-        return Last(launch, dump, there.entry(seat.last).device)
+        return Last(launch, dump, there.entry(trace.last).device)
 
     def at_rank(self, rank: int, number: int) -> Entry | None:
         """Return what one rank has begun at a sequence number."""
-        found = [(dump, seat.find(number)) for dump, seat in self.ranks[rank]]
+        found = [(dump, trace.find(number)) for dump, trace in self.ranks[rank]]
         return next((dump.entry(index) for dump, index in reversed(found) if index is not None), None)
 
     def unseen(self) -> tuple[range, ...]:
@@ -265,7 +265,7 @@ class _Seats:
         """Yield each send without its recv, and each recv without its send."""
         waiting = [
             dump.entry(index)
-            for dump in {id(dump): dump for dump, _ in self.seats}.values()
+            for dump in {id(dump): dump for dump, _ in self.traces}.values()
             for index in dump.table.where(communicator=self.name, state="launched")
         ]
         waiting = [entry for entry in waiting if entry.operation in ANSWER]
@@ -296,14 +296,14 @@ class _Seats:
 
     def _differing(self) -> list[int]:
         """Return the numbers at which ranks make different calls; ranks with identical sequences are compared once."""
-        ways = {(seat.sequences.tobytes(), seat.signatures.tobytes()): seat for _, seat in self.seats}
+        ways = {(trace.sequences.tobytes(), trace.signatures.tobytes()): trace for _, trace in self.traces}
         if len(ways) < 2:
             return []
         known: dict[int, Signature] = {}
-        for _, seat in self.seats:
-            known |= seat.signature_of
-        sequences = np.concatenate([seat.sequences for seat in ways.values()])
-        signatures = np.concatenate([seat.signatures for seat in ways.values()])
+        for _, trace in self.traces:
+            known |= trace.signature_of
+        sequences = np.concatenate([trace.sequences for trace in ways.values()])
+        signatures = np.concatenate([trace.signatures for trace in ways.values()])
         order = np.lexsort((signatures, sequences))
         sequences, signatures = sequences[order], signatures[order]
         apart = (sequences[1:] == sequences[:-1]) & (signatures[1:] != signatures[:-1])

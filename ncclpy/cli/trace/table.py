@@ -111,21 +111,21 @@ class Table:
         known = [float(np.nanmin(times)) for times in self._times.values() if not np.isnan(times).all()]
         return min(known, default=None)
 
-    def seats(self) -> list[Seat]:
-        """Return the seats: what each rank has done in each communicator."""
+    def traces(self) -> list[RankTrace]:
+        """Return what each rank has done in each communicator."""
         places: dict[tuple[str, int], list[int]] = {}
         for number, kind in enumerate(self.kinds):
             if kind["communicator"] is not None and kind["rank"] is not None:
                 places.setdefault((kind["communicator"], kind["rank"]), []).append(number)
-        seats = []
+        traces = []
         for (communicator, rank), kinds in places.items():
             ours = np.zeros(len(self.kinds), bool)
             ours[kinds] = True
-            seats.append(Seat(self, communicator, rank, kinds, np.flatnonzero(ours[self._kind])))
-        return seats
+            traces.append(RankTrace(self, communicator, rank, kinds, np.flatnonzero(ours[self._kind])))
+        return traces
 
 
-class Seat:
+class RankTrace:
     """One rank of one communicator: its numbered entries, by ascending sequence number.
 
     `sequences`, `indices` (in the table), `signatures` and `launched` are parallel arrays. `last` is the index of the

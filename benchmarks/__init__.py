@@ -1,4 +1,4 @@
-"""Measurements of ncclpy and its rivals; run one with ``python -m benchmarks``."""
+"""Measurements of ncclpy and of other libraries, its rivals; run one with ``python -m benchmarks``."""
 
 from pathlib import Path
 

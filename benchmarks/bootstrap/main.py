@@ -2,7 +2,7 @@
 
 The time is that of all clients together; processor time and memory of the server are measured for each client. The
 server is a process of its own, and the clients, each a connection with a thread, are divided among --processes others,
-all on this machine. Every round measures every rival and every number of clients once, with a fresh server, in a
+all on this machine. Every round measures every library and every number of clients once, with a fresh server, in a
 random order. A step of many clients lasts from the first that begins to the last that ends. What another package
 cannot do, or not in --patience seconds, is listed as not measured.
 """
@@ -33,8 +33,8 @@ NO_LOOK_UPS = "RES_OPTIONS", "attempts:0"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
-    parser.add_argument("--clients", type=int, nargs="+", metavar="N", help="numbers of clients that meet")
-    parser.add_argument("--processes", type=int, metavar="N", help="that have the clients (default: %(default)s)")
+    parser.add_argument("--clients", type=int, nargs="+", metavar="N", help="numbers of clients")
+    parser.add_argument("--processes", type=int, metavar="N", help="that run the clients (default: %(default)s)")
     parser.add_argument("--rounds", type=int, help="fresh servers for every row (default: %(default)s)")
     parser.add_argument("--patience", type=int, metavar="SECONDS", help="for one step (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the order in a round (default: %(default)s)")
@@ -55,12 +55,12 @@ def run(chosen: argparse.Namespace) -> int:
     result["notes"] = [
         f"Pipelined: {PIPELINED} clients, each of which sets {KEYS} keys of 32 bytes in one call (multi_set) and gets "
         "them in another (multi_get). A set and its get count as one.",
-        "A set of torch's store does not wait for the server's answer; that of ours does.",
-        f"No name service is asked ({'='.join(NO_LOOK_UPS)}): each client of torch's store looks up a name, which "
-        "takes it 5 s or more where none answers.",
+        "A set of torch's store does not wait for the server's answer; that of ncclpy's store does.",
+        f"No name service is used ({'='.join(NO_LOOK_UPS)}): each client of torch's store looks up a name, which "
+        "takes 5 s or more if no name service answers.",
         "A barrier of torch's store is made as torch.distributed makes it: add, set by the last, and wait by all.",
-        "The server's time is that of its processors, its memory what is resident in its process: sockets are the "
-        "kernel's and come on top of it.",
+        "The server's time is the CPU time of its process, its memory the resident memory of its process: the "
+        "kernel's memory for sockets is not included.",
         "The exponent is the slope of log(value) over log(clients); 0 does not grow, 1 grows with the clients.",
     ]
     os.environ.setdefault(*NO_LOOK_UPS)

@@ -1,4 +1,4 @@
-"""The child side of the benchmark of stores: one process that serves, or that has a part of the clients."""
+"""The child side of the benchmark of stores: one process that serves, or that runs a part of the clients."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Time and bus bandwidth of every collective, from 8 bytes to 1 GiB, of ncclpy and its rivals.
+"""Time and bus bandwidth of every collective, from 8 bytes to 1 GiB, of ncclpy and other libraries.
 
 With --gpu N on N GPUs: compared with nccl-tests (a thread per GPU), torch.distributed and cupy.cuda.nccl, each in
 processes of its own, one per GPU. Without it on CPUs, through the host engine: compared with MPICH and Open MPI (see
-`mpi`) and torch.distributed with gloo, a process per rank. Rivals take turns; a rival that is missing or fails becomes
-a row that says so. A size is that of the larger of a rank's two buffers, and bus bandwidth is counted as in
+`mpi`) and torch.distributed with gloo, a process per rank. The libraries take turns; one that is missing or fails
+becomes a row with the reason. A size is that of the larger of a rank's two buffers, and bus bandwidth is counted as in
 nccl-tests.
 
-With --replayed the sizes given there are also measured as CUDA graphs, compared with nccl-tests -G: on GPUs a small
+The sizes given with --replayed are also measured as CUDA graphs, compared with nccl-tests -G: on GPUs a small
 call lasts as long as its launch, and a graph shows the time of the device.
 """
 
@@ -39,7 +39,7 @@ SIZES = {
     False: ["8", "64", "512", "4K", "32K", "256K", "2M", "16M", "64M"],
 }
 ROUNDS = 5
-#: Operations in a sample, as many for each rival. On CPUs there are fewer large ones.
+#: Operations in a sample, the same number for each rival. On CPUs samples of large operations have fewer.
 GPU_CALLS = 50
 #: Operations in a sample of latency: each call is waited for, so that they do not fill the launch queue.
 LATENCY_CALLS = 200
@@ -54,7 +54,7 @@ PLAIN = ("ncclpy", "ncclpy.ProcessGroup", "torch.distributed", "cupy.cuda.nccl")
 REGISTERED = ("ncclpy, registered", "ncclpy, windows")
 NCCL_TESTS = {"nccl-tests": []}
 NCCL_TESTS_REGISTERED = {"nccl-tests -R 1": ["-R", "1"], "nccl-tests -R 2": ["-R", "2"]}
-#: The rivals of which the calls are captured.
+#: The rivals whose calls are captured.
 REPLAYED = ("ncclpy", *REGISTERED)
 
 
@@ -70,8 +70,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--collectives", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--registered", action="store_true", help="also with registered buffers and symmetric windows")
     parser.add_argument("--replayed", type=_size, nargs="+", metavar="SIZE", help="with --gpu: as CUDA graphs too")
-    parser.add_argument("--without", nargs="+", default=[], choices=PLAIN[1:], help="leave rivals out")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that the rivals take turns (default: 5)")
+    parser.add_argument("--without", nargs="+", default=[], choices=PLAIN[1:], help="leave libraries out")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that the libraries take turns (default: 5)")
     parser.add_argument(
         "--cycles", type=int, default=1, help="with --gpu: samples of a turn; a start of nccl-tests serves them all"
     )
@@ -91,7 +91,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Measure in turns, print and write; return 1 if a rival that is there failed."""
     gpu, nranks = bool(chosen.gpu), chosen.gpu or chosen.ranks
     if chosen.apart and not gpu:
-        print("python -m benchmarks collectives: --apart is of NCCL's ranks: give --gpu N too", file=sys.stderr)
+        print("python -m benchmarks collectives: --apart is for NCCL's ranks: give --gpu N too", file=sys.stderr)
         return 2
     sizes = sorted(set(chosen.sizes or map(_size, SIZES[gpu])))
     result = results.new(
@@ -109,7 +109,9 @@ def run(chosen: argparse.Namespace) -> int:
         + ("; latency is a call and the wait for it, which nccl-tests does not measure." if gpu else "."),
     ]
     if gpu:
-        result["notes"].append("nccl-tests rounds a rank's share down to 16 bytes: sizes below have no row of it.")
+        result["notes"].append(
+            "nccl-tests rounds a rank's share down to 16 bytes, so it has no row for smaller sizes."
+        )
     sweeps = [Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles if gpu else 1, apart=chosen.apart)]
     if gpu and chosen.replayed:
         sizes = sorted(set(chosen.replayed))
@@ -137,24 +139,25 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _notes(chosen: argparse.Namespace) -> list[str]:
-    """Return the notes to what was measured on GPUs."""
+    """Return the notes on measurements on GPUs."""
     if not chosen.gpu:
         return []
     notes = [
-        "Calls in a row go through buffers of the largest size, each behind the last one's part, as nccl-tests' do. "
-        "Memory is that of ncclMemAlloc, but for torch.distributed and CuPy.",
-        "nccl-tests has its ranks in threads of one process, the others have a process each.",
+        "Successive calls use successive parts of buffers of the largest size, as in nccl-tests. The memory is from "
+        "ncclMemAlloc, except for torch.distributed and CuPy.",
+        "nccl-tests runs its ranks as threads of one process, the other libraries run one process per rank.",
     ]
     if chosen.apart:
         notes.append(
-            "Each rank has an NCCL_HOSTID of its own and NCCL_NET=Socket: NCCL takes them for ranks on different "
-            "hosts and goes through the loopback device, where it would use NVLink. nccl-tests cannot, in one process."
+            "Each rank has an NCCL_HOSTID of its own and NCCL_NET=Socket: NCCL treats the ranks as if they were on "
+            "different hosts, and uses the loopback device instead of NVLink. nccl-tests, whose ranks are in one "
+            "process, cannot do so."
         )
     if chosen.replayed:
         notes.append(
             f"Replayed: {GPU_CALLS} calls are captured, one after the other, and launched {GRAPH_LAUNCHES} times as a "
-            f"graph, the first time counted, as nccl-tests -G {GRAPH_LAUNCHES} does. What a graph uses NCCL registers "
-            "by itself, where it can, so plain memory too (NCCL_GRAPH_REGISTER)."
+            f"graph, the first time counted, as nccl-tests -G {GRAPH_LAUNCHES} does. NCCL registers the memory that a "
+            "graph uses where it can, also plain memory (NCCL_GRAPH_REGISTER)."
         )
     if chosen.registered:
         notes.append(
@@ -163,8 +166,8 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
         )
         if os.environ.get("NCCL_NVLS_ENABLE") == "0":
             notes.append(
-                "NVLink multicast was off (NCCL_NVLS_ENABLE=0): what registration is worth to algorithms that use it "
-                "(NVLS), and symmetric kernels with multicast, could not be seen."
+                "NVLink multicast was off (NCCL_NVLS_ENABLE=0): the gain of registration for algorithms that use it "
+                "(NVLS), and symmetric kernels with multicast, were not measured."
             )
     return notes
 
@@ -186,7 +189,7 @@ class Sweep:
     launches : int
         How often a graph of the calls is launched; 0 if they are made one by one.
     apart : bool
-        Whether each rank takes itself for one on a host of its own.
+        Whether NCCL treats each rank as if it were on another host.
     itemsize, factors : int, dict
         Bytes of an element, and the factor of bus bandwidth of each collective; known when a rival is open.
     failed : list of dict
@@ -343,7 +346,7 @@ class PythonRival:
 
 
 class NcclTests:
-    """nccl-tests: one run for each collective, from the smallest to the largest size in steps that meet all others."""
+    """nccl-tests: one run for each collective, over sizes that include all that are measured."""
 
     def __init__(self, name: str, folder: Path, flags: list[str], library: str, sweep: Sweep):
         self.name, self._folder, self._flags, self._sweep = name, folder.resolve(), flags, sweep

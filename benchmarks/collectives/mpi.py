@@ -51,9 +51,9 @@ def run(chosen: argparse.Namespace) -> int:
             command += [f"--{option}", "PYTHON"]
     result = results.new("mpi", command, rounds=chosen.rounds)
     result["notes"] = [
-        "A size is that of the larger of a rank's two buffers, for every rival; times are those of rank 0, in a row "
+        "A size is that of the larger of a rank's two buffers, for every library; times are those of rank 0, in a row "
         "of calls, Python's part included.",
-        "ncclpy is called with prepared buffers in numpy memory: a call returns when its data are there.",
+        "ncclpy is called with prepared buffers in numpy memory: a call returns when its result is complete.",
         "Roofline: the time in which as many threads as ranks copy that many bytes each (numpy.copyto), each rank's "
         "input read once and its output written once.",
     ]
@@ -123,7 +123,7 @@ def run_mpi(python: Path, nranks: int, operations: list, *, slowest: bool = Fals
 def output_of(python: Path, nranks: int, program: list, *, runs: Path | None = None) -> str:
     """Return the last line that the ranks of a program print.
 
-    `runs` is another Python, of which the mpi4py uses this one's MPI.
+    `runs` is another Python that runs the ranks; its mpi4py then uses the MPI of `python`.
     """
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

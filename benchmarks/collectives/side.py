@@ -68,7 +68,7 @@ class Side:
         They are issued in a row, or each is waited for before the next if `waiting`.
         """
         calls, sync = self._calls(collective, nbytes, n, moving), self.rival.sync
-        # The ranks have met when this is over.
+        # After these calls all ranks have arrived.
         before = max(2, n // 5) if self.place.gpu else warm_ups(n)
         for call in itertools.islice(itertools.cycle(calls), before):
             call()

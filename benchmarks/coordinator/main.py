@@ -27,7 +27,7 @@ SIDE = "benchmarks.coordinator.side"
 MPI_SIDE = Path(__file__).with_name("mpi_side.py")
 OVER_MPI = "benchmarks.coordinator.over_mpi"
 DEFAULTS = {"ranks": 2, "rounds": 5, "models": list(MODELS)}
-#: Calls of a round of which the times are read: fewer than the recorder keeps.
+#: Calls of a round whose times are read: fewer than the recorder keeps.
 CALLS = 500
 #: Steps of a round, and warm-up steps before them.
 STEPS, WARM = 4, 2
@@ -65,8 +65,9 @@ def run(chosen: argparse.Namespace) -> int:
         f"From the last bring to the launch: {CALLS} all-reduces of 8 bytes a round, one after the other; one rank "
         "brings each a millisecond after the others. Moments are the recorder's, of one clock; of each call the last "
         "launch counts.",
-        f"Gradients: {STEPS} steps a round behind {WARM} that are not counted, from a barrier to the end of the last "
-        "work on rank 0; float32, the maximum, in place. What a rival reduces it reduces in one order on all ranks.",
+        f"Gradients: {STEPS} steps a round after {WARM} that are not counted, from a barrier to the end of the last "
+        "work on rank 0; float32, the maximum, in place. mpi4py and torch.distributed reduce in one order on all "
+        "ranks.",
     ]
     mpis = mpi.found(chosen, result)
     has_mpi4py = importlib.util.find_spec("mpi4py") is not None

@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from benchmarks.pages import report
+from benchmarks.pages import report, words
 from benchmarks.work import results, workers
 
 SIDE = "benchmarks.coordinator.scale_side"
@@ -44,12 +44,12 @@ def run(chosen: argparse.Namespace) -> int:
         print(f"round {number + 1} of {chosen.rounds}", flush=True)
     result["rows"] = list(rows.values())
     result["notes"] = [
-        f"{WAY}: the ranks' calls are timed one after the other, and put together as if each had a core and wires "
-        "took no time; 8 ranks a machine. A name that all know, from the first bring until the last rank hears that "
-        "it runs.",
-        f"{SHARED}: with sockets and threads, on the cores that there are; so it grows with the ranks.",
-        "Names: two ranks in one process bring so many at once, from the first bring until the last rank has heard of "
-        "all.",
+        f"{words.shown(WAY)}: the ranks' calls are timed one after the other, and added up as if each rank had a core "
+        "and the network took no time, with 8 ranks per machine. For a name that all ranks know, from the first bring "
+        "until the last rank has the response.",
+        f"{SHARED}: with sockets and threads, all on the cores of this machine, so the time grows with the ranks.",
+        "Names: two ranks in one process bring that many at once; from the first bring until the last rank has all "
+        "responses.",
         *judged(rows, ranks),
     ]
     if chosen.json:
@@ -83,9 +83,9 @@ def judged(rows: dict[tuple[str, int], dict], ranks: list[int]) -> list[str]:
         # Relative errors, else the largest number of names alone decides the fit.
         b, a = np.polyfit(line, medians, 1, w=1 / medians)
         fitted = a + b * line[-1]
-        verdict = "no worse than that" if medians[-1] <= MORE * fitted else "worse than that"
+        verdict = "no worse than the formula" if medians[-1] <= MORE * fitted else "worse than the formula"
         said.append(
-            f"{operation}: {a:.3g} us + {b:.3g} us * {of}, and with {counts[-1]:,} {medians[-1] / fitted:.2f} times "
-            f"what that says: {verdict}."
+            f"{words.shown(operation)}: {a:.3g} us + {b:.3g} us * {of}, and with {counts[-1]:,}, "
+            f"{medians[-1] / fitted:.2f} times what this formula gives: {verdict}."
         )
     return said

@@ -107,7 +107,7 @@ class Side:
 
 
 def _in_threads(size: int, body: Callable, cache: int = 1024) -> float:
-    """Call ``body(control, turns)`` for each rank in a thread; return the seconds from when all call ``turns``."""
+    """Call ``body(control, turns)`` in a thread per rank; return the seconds from its call of ``turns`` to its end."""
     from ncclpy.bootstrap import LocalStore
     from ncclpy.coordinator.connections import open_control
 

@@ -28,11 +28,12 @@ MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle"
 PENDING = (10, 1000, 100_000)
 NOTES = [
     "until enqueued: when the recorder has noted the launch on the last device; for a plan and the C loop, when the "
-    "call returns. The last add comes when the collective before it is done, or 1 ms later (in which the lanes fall "
-    "asleep, and waking a core can take 200 us), or at once. Plans and the C loop follow a pause of 1 ms.",
+    "call returns. The last add is called when the collective before it is done, or 1 ms later (meanwhile the lanes "
+    "fall asleep, and waking a core can take 200 us), or directly after it. Plans and the C loop follow a pause of 1 "
+    "ms.",
     "repeated: 200 in a row, then a wait for all; latency: each is waited for.",
     "callback: from the moment at which the stream that produces the input is done (a host function notes it), less "
-    "the operation's own time on the device, to the callback; the way from stream to stream is in it.",
+    "the operation's own time on the device, to the callback; it includes the path from stream to stream.",
     "recorder off: entries are still filled in, since they belong to works, but not kept; their time is in every add.",
 ]
 #: Bytes of a large all-reduce on GPUs.
@@ -92,7 +93,7 @@ class Table:
         row["samples"].append(value)
 
     def miss(self, rival: str, reason: str) -> None:
-        """Note that a rival has no samples, and why."""
+        """Note that a rival has no samples, with the reason."""
         self._missing[rival] = reason
 
     def finished(self) -> list[dict]:

@@ -222,7 +222,7 @@ class Side(Bench):
                 next(self.keys), send, recv, device=0, num_local=1, stream=self.producer, on_done=on_done
             )
             if not called.wait(60):
-                raise RuntimeError("the callback did not come within a minute")
+                raise RuntimeError("the callback was not called within a minute")
         work.wait()
         return moments[0] - self.held.stamp - work.duration
 

@@ -1,4 +1,4 @@
-/* A host function for a stream: it holds the stream up for a while, then notes the time and lets it go on. */
+/* A host function for a stream: holds the stream up for a while, then notes the time and lets the stream continue. */
 #include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))

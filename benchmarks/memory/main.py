@@ -29,13 +29,15 @@ EVENTS = 20
 ALLOCATIONS = 1000
 EVENT_KINDS = {"allocated": "memory.alloc", "others": "memory of others"}
 NOTES = {
-    "calls": "Host time is that of rank 0. What a call on registered memory costs more with ncclpy.bindings too is "
-    "NCCL's: it looks for each buffer among what it has registered.",
-    "events": f"A segment's sample is the median of {EVENTS} segments of 2 MiB, by either way in turns. The next call "
-    "of each communicator sums up 8 bytes elsewhere, so what NCCL does when a segment is first used is no part of it. "
-    "ncclpy registers with that call, NCCL's own calls before it. The wait for the call is left out.",
-    "pool": f"An allocation reaches ncclpy if a segment comes or goes with it; of {ALLOCATIONS:,} allocations of 8 "
-    "bytes to 4 MiB from a pool that had those before, each given back at once. Time is that of 8 bytes, both ways.",
+    "calls": "Host time is that of rank 0. Where a call on registered memory takes longer with ncclpy.bindings too, "
+    "the difference is NCCL's, which looks each buffer up among those registered.",
+    "events": f"A segment's sample is the median of {EVENTS} segments of 2 MiB, by ncclpy and by NCCL's own calls in "
+    "turns. The next call of each communicator reduces 8 bytes of other memory, so NCCL's work at the first use of a "
+    "segment is not included. ncclpy registers in that call, NCCL's own calls register before it. The wait for the "
+    "call is not included.",
+    "pool": f"An allocation reaches ncclpy if it adds or removes a segment; of {ALLOCATIONS:,} allocations of 8 bytes "
+    "to 4 MiB, each freed at once, from a pool that has allocated these sizes before. Time is that of 8 bytes, with "
+    "and without the pool.",
 }
 
 

@@ -32,10 +32,10 @@ class Side(worker.Worker):
         self.comms = [first, *(first.split(0) for _ in range(communicators - 1))]
 
     def do_roads(self, registered: bool) -> list[dict]:
-        """Open the roads of an all-reduce of 8 bytes; with `registered` on registered memory and in windows too.
+        """Open the roads of an all-reduce of 8 bytes; with `registered` also on registered memory and in windows.
 
-        Without it this process has no registry. Collective. Return a road's description as `do_open` does, and the
-        rival.
+        Without `registered` this process has no registry. Collective. Return each road's description as `do_open`
+        does, and the rival.
         """
         import ncclpy
 

@@ -1,4 +1,4 @@
-"""The no-op library: the ABIs of NCCL and of the driver, doing nothing, so that only the road to NCCL costs time."""
+"""The no-op library: the ABIs of NCCL and of the driver, doing nothing, so that only the call path takes time."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-/* A library with the ABIs of NCCL and the driver that does nothing, so that only the road to it is timed.
+/* A library with the ABIs of NCCL and the driver that does nothing, so that only the call path to it is timed.
  *
  * Every function of NCCLPY_NCCL_FUNCTIONS and NCCLPY_DRIVER_FUNCTIONS is here: the prototypes come from the X-macros,
  * the table at the end names every one of them, and linking with --no-undefined fails when one is not defined.

@@ -1,4 +1,4 @@
-"""The number of instructions of a call on each road, counted by valgrind's callgrind on the no-op library.
+"""The number of instructions of a call on each call path, counted by valgrind's callgrind on the no-op library.
 
 The numbers do not depend on the machine's other load, so they can be compared where times cannot: those of two builds
 on one machine, or, with --against, those of a kept result, if Python, the C compiler and numpy have the versions that
@@ -49,7 +49,8 @@ def run(chosen: argparse.Namespace) -> int:
         return 2
     result = results.new("instructions", [], engine="noop", calls=CALLS)
     result["notes"] = [
-        f"{CALLS} operations a sample behind {WARM} that are not counted; an operation's part of the loop is in it.",
+        f"A sample has {CALLS} operations, after {WARM} that are not counted; it includes an operation's share of the "
+        "loop.",
     ]
     result["rows"], cython = count()
     result["versions"] |= {"cython": cython, "compiler": _compiler(), "architecture": platform.machine()}
@@ -104,7 +105,7 @@ def count() -> tuple[list[dict], str]:
 
 
 def _totals(folder: Path) -> list[int]:
-    """Return how many instructions there were before each mark, since the one before it."""
+    """Return how many instructions were executed before each mark, since the mark before it."""
     found = {}
     for path in folder.glob("counted*"):
         text = path.read_text()
@@ -115,7 +116,7 @@ def _totals(folder: Path) -> list[int]:
 
 
 def _rows(roads: list[dict], totals: list[int]) -> list[dict]:
-    """Return a row for each road; the number before its samples, of what led there, is left out."""
+    """Return a row for each road; the number before its samples, of the warm-up, is left out."""
     rows, at = [], 0
     for road in roads:
         samples = [total / CALLS for total in totals[at + 1 : at + 1 + SAMPLES]]

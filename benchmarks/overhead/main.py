@@ -1,10 +1,10 @@
-"""The cost of a call on every road to NCCL: on a no-op library, or on GPUs with --gpu.
+"""The cost of a call on every call path to NCCL: on a no-op library, or on GPUs with --gpu.
 
-Without --gpu the library does nothing, so that the time is that of the road alone; it is CPU time, so that other load
-of the machine does not count. Each rival has a fresh process, started anew --processes times; in every round each road
-is sampled once, in shuffled order, so that disturbances of the machine hit all roads alike. With --gpu N there is one
-process per GPU, which holds all rivals: host time is that of N calls enqueued back to back, latency that of a call and
-the wait for its stream, for 8 bytes; both are wall time.
+Without --gpu the library does nothing, so that the time is that of the call path alone; it is CPU time, so that other
+load of the machine does not count. Each API has a fresh process, started anew --processes times; in every round each
+call path is sampled once, in shuffled order, so that disturbances of the machine affect all alike. With --gpu N there
+is one process per GPU, which holds all APIs: host time is that of N calls enqueued back to back, latency that of a
+call and the wait for its stream, for 8 bytes; both are wall time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs, one process a GPU")
     parser.add_argument("--rounds", type=int, help="rounds in one set of processes (default: %(default)s)")
     parser.add_argument("--processes", type=int, help="fresh sets of processes, no-op only (default: %(default)s)")
-    parser.add_argument("--without", action="append", default=[], choices=MODULES, help="leave a rival out")
-    parser.add_argument("--only", action="append", default=[], choices=MODULES, help="measure only these rivals")
-    parser.add_argument("--seed", type=int, help="of the order of roads in a round (default: %(default)s)")
+    parser.add_argument("--without", action="append", default=[], choices=MODULES, help="leave an API out")
+    parser.add_argument("--only", action="append", default=[], choices=MODULES, help="measure only these APIs")
+    parser.add_argument("--seed", type=int, help="of the order of call paths in a round (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
     parser.set_defaults(**DEFAULTS)
 
@@ -59,7 +59,7 @@ def run(chosen: argparse.Namespace) -> int:
         rounds=chosen.rounds,
         processes=1 if chosen.gpu else chosen.processes,
         seed=chosen.seed,
-        clock="the time that passes" if chosen.gpu else "CPU time",
+        clock="wall time" if chosen.gpu else "CPU time",
     )
     order = random.Random(chosen.seed)
     table = Table()

@@ -1,4 +1,4 @@
-"""A road to NCCL: a statement as a user writes it, which is timed."""
+"""A road is a call path to NCCL: a statement as a user writes it, which is timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.work.setting import COUNT, FLOAT32, GROUP, SUM, Setting
 
 @dataclasses.dataclass
 class Road:
-    """A way to call NCCL.
+    """A call path to NCCL.
 
     Attributes
     ----------

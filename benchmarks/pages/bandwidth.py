@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.pages import summary
+from benchmarks.pages import summary, words
 from benchmarks.pages.markdown import number, size, spread, table
 
 #: Bytes below which bandwidth is not shown.
@@ -26,13 +26,13 @@ def series(result: dict, measure: str) -> dict[str, dict[str, dict[int, dict]]]:
 
 
 def tables(result: dict) -> list[str]:
-    """Return the page's parts on the rows that have bytes: a table per collective, a line per size and rival."""
+    """Return the page's parts on the rows that have bytes: a table per collective, a line per size and library."""
     times, latencies = series(result, "time"), series(result, "latency")
     return [f"### {operation}\n\n{_table(times[operation], latencies.get(operation, {}))}\n" for operation in times]
 
 
 def _table(times: dict[str, dict[int, dict]], latencies: dict[str, dict[int, dict]]) -> str:
-    head = ["size", "rival", "time, us", f"x {OURS}", "GB/s", *(["latency, us", f"x {OURS}"] if latencies else [])]
+    head = ["size", words.RIVAL, "time, us", f"x {OURS}", "GB/s", *(["latency, us", f"x {OURS}"] if latencies else [])]
     body = []
     for nbytes in sorted({nbytes for rows in times.values() for nbytes in rows}):
         for rival, rows in times.items():

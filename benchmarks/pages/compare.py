@@ -2,8 +2,8 @@
 
 Rows of the same name are paired. A row is better or worse if both of these hold, else it is the same:
 
-- the 99% interval of the ratio of the medians, B over A, does not contain 1. It is found by bootstrap: the samples of
-  either side are drawn anew, with replacement, thousands of times, and each draw has its ratio;
+- the 99% interval of the ratio of the medians, B over A, does not contain 1. The interval is found by bootstrap: the
+  samples of either side are resampled, with replacement, thousands of times, and each resample has its ratio;
 - the ratio is further from 1 than --threshold. Two runs differ by more than the rounds of one run: memory has other
 addresses, a core's or a GPU's clock differs. Two runs of one program show how large the threshold must be.
 
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.pages import summary
+from benchmarks.pages import summary, words
 from benchmarks.pages.markdown import number, table
 
-#: Draws of the bootstrap, the part of their ratios outside the interval, and the seed that makes it repeatable.
+#: Resamples of the bootstrap, the share of their ratios outside the interval, and the seed that makes it repeatable.
 DRAWS = 4000
 LEFT_OUT = 0.01
 SEED = 1
@@ -130,16 +130,16 @@ def _samples(result: dict) -> dict[tuple, list[float]]:
 def _text(a: dict, b: dict, pairs: list[tuple], *, changed_only: bool) -> str:
     parts = []
     differ = [
-        f"{key}: {a.get(part, {}).get(key)} -> {b.get(part, {}).get(key)}"
+        f"{key}: {_word(a.get(part, {}).get(key))} -> {_word(b.get(part, {}).get(key))}"
         for part in ("machine", "versions", "settings")
         for key in sorted(a.get(part, {}).keys() | b.get(part, {}).keys())
-        if key != "load" and a.get(part, {}).get(key) != b.get(part, {}).get(key)
+        if key != "load" and _word(a.get(part, {}).get(key)) != _word(b.get(part, {}).get(key))
     ]
     if differ:
         parts.append("Not the same in both:\n\n" + "".join(f"- {line}\n" for line in differ))
     body = [
         [
-            *name[:4],
+            *map(words.shown, name[:4]),
             f"{number(before)} {name[4]}",
             f"{number(after)} {name[4]}",
             f"{ratio:.3f}",
@@ -150,12 +150,12 @@ def _text(a: dict, b: dict, pairs: list[tuple], *, changed_only: bool) -> str:
         if not changed_only or verdict != "same"
     ]
     if body:
-        head = ["operation", "rival", "road", "measure", "A", "B", "B / A", "99% interval", ""]
+        head = ["operation", words.RIVAL, words.ROAD, "measure", "A", "B", "B / A", "99% interval", ""]
         parts.append(table(head, body) + "\n")
     for side, rows, other, reasons in (("A", a, b, _reasons(b)), ("B", b, a, _reasons(a))):
         alone = [name for name in _samples(rows) if name not in _samples(other)]
         if alone:
-            lines = [f"- {', '.join(name[:4])}{reasons.get(name[1], '')}\n" for name in alone]
+            lines = [f"- {', '.join(map(words.shown, name[:4]))}{reasons.get(name[1], '')}\n" for name in alone]
             parts.append(f"Only in {side}:\n\n" + "".join(lines))
     verdicts = [verdict for *_, verdict in pairs]
     counts = [f"{verdicts.count(word)} {word}" for word in ("worse", "better", "same", "not judged")]
@@ -163,6 +163,10 @@ def _text(a: dict, b: dict, pairs: list[tuple], *, changed_only: bool) -> str:
     return "\n".join(parts)
 
 
+def _word(value: object) -> object:
+    return words.shown(value) if isinstance(value, str) else value
+
+
 def _reasons(result: dict) -> dict[str, str]:
-    """Return by rival why it is missing in a result, as a note to a row that only the other result has."""
+    """Return why each rival that is missing in a result is missing, for rows that only the other result has."""
     return {row["rival"]: f" ({row['missing']})" for row in result["rows"] if "missing" in row}

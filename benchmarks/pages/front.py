@@ -35,7 +35,7 @@ class Line:
     Attributes
     ----------
     text : str
-        The text of what is measured; in `COSTLY` a sentence with places for `ours` and `theirs`.
+        What is measured; in `COSTLY` a sentence with placeholders for `ours` and `theirs`.
     result : str
         The name of the result's file, without its ending.
     ours, theirs : tuple
@@ -84,26 +84,26 @@ _SMALL = "all_reduce of 8 B"
 LINES = {
     "torch.distributed": [
         Line("`dist.all_reduce`, 2 GPUs", "torch-gpu2", (_OURS, _SMALL, "host"), (_NCCL, _SMALL, "host"), '"nccl"'),
-        Line("The same, until the sum is there", "torch-gpu2", (_OURS, _SMALL, "latency"), (_NCCL, _SMALL, "latency"),
-             '"nccl"'),
+        Line("The same, until the result is complete", "torch-gpu2", (_OURS, _SMALL, "latency"),
+             (_NCCL, _SMALL, "latency"), '"nccl"'),
         Line("A step under DDP, 100 million parameters, 2 GPUs", "torch-training-gpu2", (_OURS, "DDP", "time"),
              (_NCCL, "DDP", "time"), '"nccl"'),
-        Line("A step under FSDP2, of the same", "torch-training-gpu2", (_OURS, "FSDP2", "time"),
+        Line("The same under FSDP2", "torch-training-gpu2", (_OURS, "FSDP2", "time"),
              (_NCCL, "FSDP2", "time"), '"nccl"'),
-        Line("`dist.all_reduce` without a GPU, 2 processes, until the sum is there", "torch",
+        Line("`dist.all_reduce` without a GPU, 2 processes, until the result is complete", "torch",
              (_OURS, _SMALL, "latency"), (_GLOO, _SMALL, "latency"), '"gloo"'),
         Line("A step under DDP without a GPU, 30 million parameters, 4 processes", "torch-training",
              (_OURS, "DDP", "time"), (_GLOO, "DDP", "time"), '"gloo"'),
-        Line("A `Communicator`'s call in its place, 4 GPUs", GPUS, (_US, f"{_ROW}, in place", "host"),
+        Line("`Communicator.all_reduce` instead, 4 GPUs", GPUS, (_US, f"{_ROW}, in place", "host"),
              (*_TORCH, "host"), '"nccl"'),
     ],
     "NCCL from Python: nccl4py, pynccl, ctypes": [
         Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("nccl4py Communicator", "allreduce(torch tensor)",
              "host"), "nccl4py"),
-        Line("The same, until the sum is there", GPUS, (_US, _ROW, "latency"), ("nccl4py Communicator",
+        Line("The same, until the result is complete", GPUS, (_US, _ROW, "latency"), ("nccl4py Communicator",
              "allreduce(torch tensor)", "latency"), "nccl4py"),
         Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("ctypes (pynccl style)", _ROW, "host"),
-             "ctypes, as vLLM's pynccl"),
+             "ctypes, as in vLLM's pynccl"),
         Line("A call on a prepared `Buffer`", GPUS, (_US, "all_reduce(prepared buffer)", "host"), ("C loop",
              "ncclAllReduce", "host"), "a loop in C"),
         Line("1 GiB, bus bandwidth", "nccl-tests-4", ("ncclpy perf", "all_reduce 1G", "out of place"), ("nccl-tests",
@@ -116,10 +116,10 @@ LINES = {
              "allreduce(cupy array)", "host"), "nccl4py"),
     ],
     "one process for several GPUs": [
-        Line("The Manager, 200 in a row, each", "manager-gpu4", ("ncclpy.Manager", "one thread", "repeated"),
-             (*_C_GROUP, "repeated"), "a group a time in C"),
-        Line("A plan, 200 in a row, each", "manager-gpu4", ("ncclpy.Plan", "Plan.launch", "repeated"),
-             (*_C_GROUP, "repeated"), "a group a time in C"),
+        Line("The Manager, each of 200 in a row", "manager-gpu4", ("ncclpy.Manager", "one thread", "repeated"),
+             (*_C_GROUP, "repeated"), "a group each in C"),
+        Line("A plan, each of 200 in a row", "manager-gpu4", ("ncclpy.Plan", "Plan.launch", "repeated"),
+             (*_C_GROUP, "repeated"), "a group each in C"),
     ],
     "MPI": [
         Line("An all-reduce, 2 processes", CPUS, ("ncclpy", "all_reduce 8 B", "time"), ("Open MPI", "all_reduce 8 B",
@@ -156,8 +156,8 @@ COSTLY = [
         (*_C_GROUP, "until enqueued"),
     ),
     Line(
-        "A *small broadcast without a GPU*, 8 bytes over 2 processes: {ours}, Open MPI {theirs}. A call can end "
-        "early, looks whether all ranks agree, and gives the GIL up for that.",
+        "A *small broadcast without a GPU*, 8 bytes over 2 processes: {ours}, Open MPI {theirs}. A call can be "
+        "interrupted, checks whether all ranks agree, and releases the GIL for that.",
         CPUS,
         ("ncclpy", "broadcast 8 B", "time"),
         ("Open MPI", "broadcast 8 B", "time"),
@@ -168,7 +168,7 @@ PICTURES = [
     Picture(
         "front-call",
         "CPU time of a call: all-reduce of 8 bytes, 4 GPUs",
-        "One process per GPU. NCCL's own call is the C loop's; what is above it is the package's.",
+        "One process per GPU. The C loop shows the time of NCCL's own call; the rest of a bar is the library's.",
         GPUS,
         {
             "C loop": ("C loop", "ncclAllReduce", "host"),
@@ -198,7 +198,7 @@ PICTURES = [
     Picture(
         "front-cpu",
         "Without a GPU: all-reduce of 64 MiB, 2 processes",
-        "The host engine compared with what is used on CPUs, on two cores.",
+        "The host engine compared with other libraries for CPUs, on two cores.",
         CPUS,
         {
             "ncclpy": ("ncclpy", "all_reduce 64 MiB", "time"),
@@ -230,7 +230,7 @@ def page(found: dict[str, dict], pages: dict[str, str], pictures: str) -> str:
     parts.append(
         "## All tables\n\n"
         "Times are medians of all rounds; the first and the third quartile follow them. A ratio is the median of "
-        "the ratios\nof all rounds, since what disturbs the machine in a round disturbs every method in it. Each page "
+        "the ratios\nof all rounds, since other load of the machine in a round affects every library in it. Each page "
         "ends with the\n"
         f"project's targets: {kept} are kept, {missed} missed, with the reason where it is known.\n"
     )

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.pages import summary
+from benchmarks.pages import summary, words
 from benchmarks.pages.markdown import number, spread, table
 
 
@@ -91,7 +91,7 @@ class Line:
 
 
 def lines(result: dict) -> list[Line]:
-    """Return the line of every series with rows that ask for one (``line``), if it has two numbers of ranks."""
+    """Return the line of every series whose rows have ``line`` set, if it has at least two numbers of ranks."""
     wanted = [row for row in result["rows"] if row.get("line") and row.get("samples")]
     found = []
     for operation in dict.fromkeys(row["operation"] for row in wanted):
@@ -111,7 +111,7 @@ def line_table(result: dict) -> str:
     body = []
     for one in lines(result):
         ranks = f"{one.ranks[0]} to {one.ranks[-1]}"
-        body.append([one.operation, one.unit, ranks, number(one.a), number(one.b), f"{one.off:.0%}"])
+        body.append([words.shown(one.operation), one.unit, ranks, number(one.a), number(one.b), f"{one.off:.0%}"])
     return table(["operation", "unit", "ranks n", "a", "b", "error at the most ranks"], body) if body else ""
 
 
@@ -128,7 +128,8 @@ def tables(result: dict) -> list[str]:
             [str(ranks), *(_cell(rows.get(ranks)) for rows in rivals.values())]
             for ranks in sorted({ranks for rows in rivals.values() for ranks in rows})
         ]
-        parts.append(f"### {operation}, {unit}\n\n{table(['ranks', *rivals], body)}\n")
+        head = ["ranks", *map(words.shown, rivals)]
+        parts.append(f"### {words.shown(operation)}, {unit}\n\n{table(head, body)}\n")
     found = fits(result)
     if found:
         body = []
@@ -136,8 +137,9 @@ def tables(result: dict) -> list[str]:
             low, high = summary.quartiles(fit.exponents)
             exponent, last = (_exponent(summary.median(values)) for values in (fit.exponents, fit.last))
             ranks = f"{fit.ranks[0]} to {fit.ranks[-1]}"
-            body.append([fit.operation, fit.rival, ranks, exponent, f"{_exponent(low)} to {_exponent(high)}", last])
-        head = ["operation", "ranks as", "ranks", "fitted exponent", "quartiles", "from the last two alone"]
+            names = words.shown(fit.operation), words.shown(fit.rival)
+            body.append([*names, ranks, exponent, f"{_exponent(low)} to {_exponent(high)}", last])
+        head = ["operation", words.RIVAL, "ranks", "fitted exponent", "quartiles", "from the last two alone"]
         parts.append(f"### How it grows\n\n{table(head, body)}\n")
     fitted = line_table(result)
     if fitted:

@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import bandwidth, compare, growth, summary
+from benchmarks.pages import bandwidth, compare, growth, summary, words
 from benchmarks.pages.markdown import number, size
 from benchmarks.work import results
 
 #: Pictures are as wide as the site's text (736 pixels), at a slightly higher resolution.
 SITE_WIDTH, SITE_DPI = 5.5, 200
-#: A bar that is longer than the median bar by this factor would make the others too short to read.
+#: A bar longer than this many times the median bar is cut: it would make the others too short to read.
 SQUASHED = 5.0
 
 
@@ -106,13 +106,13 @@ def over_ranks(result: dict) -> dict[str, Any]:
         for fit in series:
             exponent, factor = summary.median(fit.exponents), summary.median(fit.factors)
             taken = [samples[operation, fit.rival, ranks] for ranks in fit.ranks]
-            line = _line(panel, f"{fit.rival}: exponent {exponent:.2f}", fit.ranks, taken, style="o")
+            line = _line(panel, f"{words.shown(fit.rival)}: exponent {exponent:.2f}", fit.ranks, taken, style="o")
             fitted = [factor * ranks**exponent for ranks in fit.ranks]
             panel.plot(fit.ranks, fitted, "--", color=line.get_color(), linewidth=1)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlabel("ranks")
-        panel.set_ylabel(f"{operation} ({series[0].unit})")
+        panel.set_ylabel(f"{words.shown(operation)} ({series[0].unit})")
         panel.grid(True, alpha=0.3)
         _legend(figure, panel)
         figures[operation] = figure
@@ -131,9 +131,9 @@ def bars(result: dict) -> dict[str, Any]:
         figure, panels = _figure(operation, result, len(measures), 0.6 + 0.18 * len(rows) / len(measures))
         for panel, (measure, unit) in zip(panels, measures, strict=True):
             shown = [row for row in rows if (row["measure"], row["unit"]) == (measure, unit)]
-            labels = [f"{row['rival']}: {row['road']}" for row in shown]
+            labels = [f"{words.shown(row['rival'])}: {words.shown(row['road'])}" for row in shown]
             _bars(panel, labels, [row["samples"] for row in shown])
-            panel.set_xlabel(f"{measure} ({unit})")
+            panel.set_xlabel(f"{words.shown(measure)} ({unit})")
         figures[operation] = figure
     return figures
 
@@ -198,7 +198,7 @@ def _figure(title: str, result: dict | None = None, panels: int = 1, height: flo
     with rc_context({"font.size": 8}):
         figure = Figure(figsize=(SITE_WIDTH, 0.5 + height * panels), layout="constrained")
         FigureCanvasAgg(figure)
-        figure.suptitle(title if result is None else f"{title}: {_where(result)}", fontsize=9)
+        figure.suptitle(title if result is None else f"{words.shown(title)}: {_where(result)}", fontsize=9)
         return figure, figure.subplots(panels, 1, squeeze=False)[:, 0]
 
 

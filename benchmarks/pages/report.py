@@ -1,4 +1,4 @@
-"""The pages on performance, made from the results in benchmarks/results; nothing on them is typed by hand.
+"""The pages on performance, made from the results in benchmarks/results; no figure on them is typed by hand.
 
 docs/performance.md is made by `front`; a further page for each benchmark has all tables. With matplotlib the pictures
 are drawn anew as well.
@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.pages import bandwidth, front, growth, plot, summary, targets
+from benchmarks.pages import bandwidth, front, growth, plot, summary, targets, words
 from benchmarks.pages.markdown import number, spread, table
 from benchmarks.work import results
 
@@ -21,28 +21,28 @@ TITLES = {
     "overhead": "What a call costs",
     "instructions": "How many instructions a call takes",
     "manager": "What the Manager costs",
-    "nccl-tests": "Bandwidth beside nccl-tests",
+    "nccl-tests": "Bandwidth compared with nccl-tests",
     "collectives": "Every collective by size",
     "registered": "Registered buffers and symmetric windows",
     "memory": "What registered memory costs",
-    "mpi": "The host engine beside MPI",
+    "mpi": "The host engine compared with MPI",
     "process_group": "What a process group costs",
-    "coordinator": "What the agreement of ranks costs",
+    "coordinator": "What negotiation between ranks costs",
     "torch": "The backend of torch.distributed",
     "reports": "What status reports cost",
-    "recovery": "How fast a group continues",
-    "scale": "What grows with ranks",
+    "recovery": "How fast a group recovers",
+    "scale": "How costs grow with the number of ranks",
     "bootstrap": "What a store costs",
     "import": "What the import costs",
 }
 #: The operation of the picture on an experiment's page.
 PICTURED = {"collectives": "all_reduce", "scale": "init"}
 PICTURES = "figures/performance"
-#: Figures that fit into a row on the site, besides the row's name.
+#: Columns of figures that fit on the site, besides the row's names.
 COLUMNS = 4
 ALONE = (
     "On one GPU an operation in place has nothing to do, and NCCL launches nothing for it. Rows marked with * are in "
-    "place, as those of torch.distributed are; the C loop is out of place, so they are not to be compared."
+    "place, also those of torch.distributed. The C loop is out of place: do not compare them with it."
 )
 
 
@@ -109,8 +109,8 @@ def _benchmark(result: dict) -> str:
 
 def first_page(found: list[tuple[str, dict]], folder: str = PAGE.stem) -> str:
     """Return the page that users read first; the others are in `folder` beside it."""
-    behind = {f"{folder}/{name}.md": TITLES[name] for name in _names(found)}
-    return front.page(_by_stem(found), behind, PICTURES)
+    further = {f"{folder}/{name}.md": TITLES[name] for name in _names(found)}
+    return front.page(_by_stem(found), further, PICTURES)
 
 
 def pages(found: list[tuple[str, dict]], folder: str = PAGE.stem) -> dict[str, str]:
@@ -148,7 +148,7 @@ def section(name: str, result: dict) -> str:
         f"`{result['command']}`, {result['date']}; raw samples: `benchmarks/results/{name}`.",
         f"Machine: {what}, {machine['system']}{gpus}; load average {machine['load']} when it began.",
         f"Versions: {versions}.",
-        f"Settings: {', '.join(f'{key} {value}' for key, value in settings.items())}.",
+        f"Settings: {', '.join(f'{key} {words.shown(str(value))}' for key, value in settings.items())}.",
         "",
         *_picture(name, result),
         text(result),
@@ -173,16 +173,17 @@ def text(result: dict) -> str:
         rows = [row for row in plain if row["operation"] == operation]
         if alone:
             rows = [_marked(row) for row in rows]
-        parts.append(f"### {operation}\n")
+        parts.append(f"### {words.shown(operation)}\n")
         parts += [f"{one}\n" for one in _tables(rows)]
         if any(row["road"].endswith(" *") for row in rows):
             parts.append(f"{ALONE}\n")
     parts += [*bandwidth.tables(result), *growth.tables(result)]
     missing = [row for row in result["rows"] if "missing" in row]
     if missing:
-        parts.append("Not measured:\n\n" + "".join(f"- {row['rival']}: {row['missing']}\n" for row in missing))
+        lines = [f"- {words.shown(row['rival'])}: {row['missing']}\n" for row in missing]
+        parts.append("Not measured:\n\n" + "".join(lines))
     if result.get("notes"):
-        parts.append("Notes:\n\n" + "".join(f"- {note}\n" for note in result["notes"]))
+        parts.append("Notes:\n\n" + "".join(f"- {words.note(note)}\n" for note in result["notes"]))
     judged = targets.judge(result)
     if judged:
         parts.append(f"### Targets\n\n{_targets(judged)}\n")
@@ -205,14 +206,15 @@ def _tables(rows: list[dict]) -> list[str]:
 
 
 def _table(roads: dict, baselines: list[tuple[str, str]], measures: list[str]) -> str:
-    head, body = ["rival", "road"], []
+    head, body = [words.RIVAL, words.ROAD], []
     for measure in measures:
         unit = next(rows[measure]["unit"] for rows in roads.values() if measure in rows)
-        head += [f"{measure}, {unit}", *(f"x {rival}" for rival, _ in baselines)]
+        name = words.shown(measure)
+        head += [name if name == unit else f"{name}, {unit}", *(f"x {rival}" for rival, _ in baselines)]
     for (rival, road), rows in roads.items():
         if not rows.keys() & set(measures):
             continue
-        cells = [rival, road]
+        cells = [words.shown(rival), words.shown(road)]
         for measure in measures:
             if measure not in rows:
                 cells += [""] * (1 + len(baselines))
@@ -228,7 +230,7 @@ def _table(roads: dict, baselines: list[tuple[str, str]], measures: list[str]) -
 
 
 def _baselines(roads: dict) -> list[tuple[str, str]]:
-    """Return the roads with which others are compared: the first of the lower bound and of the closest rival."""
+    """Return the roads that the others are compared with: the first of the lower bound and of the closest rival."""
     found = []
     for rival in ("C loop", "nccl4py bindings", "nccl-tests", "MPICH"):
         road = next((road for road in roads if road[0] == rival), None)

@@ -28,8 +28,8 @@ class Target:
     why : str
         The known reason, shown if the target is missed.
     roads : tuple of str
-        All roads that must meet it, if there are several; `row` and `over` have the first. The road furthest off
-        counts, and is named.
+        All roads that must meet it, if there are several; `row` and `over` have the first. The worst of them is
+        judged, and named in the text.
     """
 
     text: str

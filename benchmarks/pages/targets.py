@@ -10,35 +10,35 @@ from benchmarks.process_group import losses
 _C = ("C loop", "ncclAllReduce", "host")
 _BINDINGS = ("ncclpy.bindings", "all_reduce(ints)", "host")
 _FLOOR = (
-    "NCCL's own call and the device take more than half of it: see the C loop's row, or that of the bare bindings. "
-    "In symmetric windows the device takes less"
+    "NCCL's own call and the device take more than half of that time: see the C loop's row, or that of the bare "
+    "bindings. In symmetric windows the device takes less"
 )
 _EXCHANGE = (
-    "each operation asks torch for two tensors (DLPack), and of each whether it is a lazy negation (Tensor.is_neg), "
-    "which costs as much again: the row of the prepared buffer is without that, and so are tensors that are read "
-    "natively, as with torch.distributed's backend or after ncclpy.interop.torch.read_tensors_natively()"
+    "each operation reads two tensors of torch by DLPack, and calls Tensor.is_neg for each, which costs as much "
+    "again; a prepared buffer needs neither, nor do tensors that are read natively, as with torch.distributed's "
+    "backend or after ncclpy.interop.torch.read_tensors_natively()"
 )
 _ONE_COPY = (
-    "MPICH has the kernel copy straight from process to process, once, and so does ncclpy: both are near what memory "
-    "allows, and nothing can be so much faster"
+    "MPICH has the kernel copy straight from process to process, once, and so does ncclpy: both are near the "
+    "bandwidth of memory, and neither can be so much faster"
 )
 _MONITOR = (
-    "two events and a stream that waits, which cost 0.1 times in C; an entry of the recorder; and a monitor that asks "
-    "the device and takes the GIL, once a millisecond"
+    "two events and a stream that waits, which add 0.1 times the call's time even in C; an entry of the recorder; and "
+    "a monitor that polls the device and takes the GIL, once a millisecond"
 )
 _COLD = (
-    "25 us until the monitor sees the end (the device's own event tells it 13 to 17 us after the producer, whoever "
-    "asks), 7 until a thread is awake, and the rest is code and data that are in no cache after 20 ms; to ask every "
-    "10 us and not every 20 gains nothing that can be measured, and a tenth of a core is lost"
+    "25 us until the monitor sees the end (however it polls, the device's event is complete 13 to 17 us after the "
+    "producer), 7 us until a thread is awake, and the rest is for code and data that no cache holds after 20 ms; "
+    "polling every 10 us instead of every 20 gains nothing measurable, and costs a tenth of a core"
 )
-_ALONE = "a rank that is alone copies for each operation by itself, as it does in the C loop's group"
+_ALONE = "with a single rank NCCL copies separately for each operation, as in the C loop's group"
 _LOOKED_UP = (
-    "NCCL looks for a call's buffers among what it has registered: what the rows of ncclpy.bindings take more, too, "
-    "is its own"
+    "NCCL looks a call's buffers up among those registered: that ncclpy.bindings takes longer too shows that the time "
+    "is NCCL's"
 )
 _PROCESS = (
-    "at 8 bytes and at 1 MiB of 4 GPUs it is the host that takes the time, and a host takes up to twice as much in "
-    "one process as in the next, nccl-tests' own too; at sizes where the GPUs take it, there is no difference"
+    "at 8 bytes, and at 1 MiB on 4 GPUs, the time is that of the host, which is up to twice as long in one process as "
+    "in the next, also for nccl-tests; at sizes where the time is that of the GPUs, there is no difference"
 )
 _BARE = ("ncclpy.bindings", "all_reduce(ints)", "latency")
 _TORCH = ("torch.distributed", "all_reduce(torch tensor), in place", "latency")
@@ -132,10 +132,8 @@ def _memory() -> list[Target]:
     for kind in ("memory.alloc", "memory of others"):
         for count in ("1 communicator", "2 communicators"):
             road = f"{kind}, {count}"
-            for measure in ("comes, with that call", "goes"):
-                text = (
-                    f"a segment ({road}) that {measure.split(',')[0]} costs at most 20 us more than NCCL's own calls"
-                )
+            for measure, what in (("comes, with that call", "adding"), ("goes", "removing")):
+                text = f"{what} a segment ({road}) takes at most 20 us longer than by NCCL's own calls"
                 over = ("NCCL's own calls", road, measure)
                 found.append(promise(text, ("ncclpy.memory", road, measure), 20.0, "us", how="difference", over=over))
     row = ("ncclpy.memory.Pool", 'memory.pool("torch")', "reaches ncclpy")
@@ -176,14 +174,14 @@ def _coordinator() -> list[Target]:
     return found
 
 
-_WAKES = "two threads wake one after the other, that of the root and the other rank's, which takes most of it"
+_WAKES = "most of it is the time in which two threads wake one after the other, the root's and the other rank's"
 _MEMORY_BOUND = (
-    "one flat all-reduce alone takes nearly as much of mpi4py's time: memory does, on two cores; and each of the 46 "
-    "large gradients has a beginning and an end of its own"
+    "one flat all-reduce alone takes nearly that share of mpi4py's time, as memory bandwidth limits both on two "
+    "cores; and each of the 46 large gradients starts and ends separately"
 )
 _INTERPRETED = (
-    "to bring an array, to launch it and to end its work take some 19 us on that machine, one after the other under "
-    "the GIL, and 7 us where many are brought at once"
+    "to bring an array, launch it and end its work takes some 19 us on that machine, one array after the other under "
+    "the GIL, and 7 us if many are brought at once"
 )
 
 
@@ -239,7 +237,7 @@ def _manager(engine: str) -> list[Target]:
             for kind in buffers
         ),
         promise(
-            "an add beside 100,000 pending keys costs at most 1.2 times one beside 10",
+            "an add while 100,000 keys are pending takes at most 1.2 times as long as one while 10 are",
             ("100,000 keys pending", "add"),
             1.2,
             "x",
@@ -272,8 +270,8 @@ def _manager(engine: str) -> list[Target]:
         ]
     if engine == "gpu":
         found += [
-            promise(f"8 bytes on all devices, participants from {road}, at most 45 us", (road, "repeated"), 45.0)
-            for road in ("one thread", "a thread each")
+            promise(f"8 bytes on all devices, participants from {where}, at most 45 us", (road, "repeated"), 45.0)
+            for road, where in (("one thread", "one thread"), ("a thread each", "one thread per device"))
         ]
         found += [
             Target(f"8 bytes on all devices, {road}", "manager", "gpu", (plan, road, "repeated"), "value", limit, "us")
@@ -351,7 +349,7 @@ def _process_group() -> list[Target]:
     )
     peaks = [
         Target(
-            f"the peak of {kind} memory in a training-like loop is at most what torch.distributed's is",
+            f"the peak of {kind} memory in a training-like loop is at most torch.distributed's",
             "process_group",
             "gpu",
             (us, "2 ranks", f"peak {kind}"),
@@ -387,7 +385,7 @@ TARGETS = [
         "us",
     ),
     Target(
-        "1,000 clients of a store meet in a barrier in at most 1 s",
+        "1,000 clients of a store complete a barrier in at most 1 s",
         "bootstrap",
         "",
         (_STORE, "1000 clients", "meeting"),
@@ -495,7 +493,7 @@ TARGETS = [
     ),
     *(
         Target(
-            f"a process group of 64 ranks, as {rival}, stands within 3 s",
+            f"a process group of 64 ranks, as {rival}, starts within 3 s",
             "process_group",
             "host",
             (rival, "64 ranks", "to stand"),
@@ -540,7 +538,7 @@ TARGETS = [
 def judge(result: dict) -> list[dict]:
     """Return, for every target that is about `result`, the value reached.
 
-    A result counts for a target if it has the target's row, or the reason why the row is missing. Each item is a dict
+    A target is about a result that has the target's row, or the reason why the row is missing. Each item is a dict
     of text, limit, at_least, unit, why, reached, spread and kept; the last three are None without samples.
     """
     rows = {(row["rival"], row["road"], row["measure"]): row["samples"] for row in result["rows"] if "samples" in row}

@@ -11,7 +11,7 @@ _SAME = (
 _DIGITS = "samples have five digits, of which the last is a tenth of a MiB"
 _BUCKETS = (
     "nearly half of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent "
-    "shows; what is sent competes with the computing for the cores, of which two had four ranks"
+    "shows; and communication competes with computation for the cores, as four ranks had two"
 )
 
 
@@ -29,10 +29,10 @@ def promised() -> list[Target]:
     gloo, nccl = 'torch.distributed, "gloo"', 'torch.distributed, "nccl"'
     promise("host", gloo, "all_reduce of 8 B", "latency", 0.15, "an all-reduce of 8 bytes")
     promise("host", gloo, "all_reduce of 64 MiB", "latency", 0.5, "an all-reduce of 64 MiB")
-    promise("gpu", nccl, "all_reduce of 8 B", "host", 0.75, "the host's time of an all-reduce of 8 bytes")
+    promise("gpu", nccl, "all_reduce of 8 B", "host", 0.75, "the host time of an all-reduce of 8 bytes")
     promise("gpu", nccl, "all_reduce of 8 B", "latency", 0.8, "the latency of an all-reduce of 8 bytes", _SAME)
     for way in ("DDP", "FSDP2"):
         promise("gpu", nccl, way, "time", 1.01, f"a step of a transformer under {way}")
         promise("gpu", nccl, way, "memory", 1.0, f"the peak of memory under {way}", _DIGITS)
-    promise("host", gloo, "DDP, communication", "time", 0.6, "what communication takes of a step under DDP", _BUCKETS)
+    promise("host", gloo, "DDP, communication", "time", 0.6, "the time of communication in a step under DDP", _BUCKETS)
     return found

@@ -29,9 +29,9 @@ CALLS = 300
 #: Fewer by the store, where a call takes a hundred times as long.
 CALLS_BY_STORE = 60
 NOTES = [
-    f"Of comparing calls a round is {TURNS} turns of each check=, one after the other, in the same two processes; its "
+    f"Comparing calls: a round is {TURNS} turns of each check=, one after the other, in the same two processes; its "
     f"sample is the median, or the minimum, of {TURNS * CALLS:,} calls ({TURNS * CALLS_BY_STORE} by the store).",
-    "Of messages one rank sends and then receives, the other receives and then sends, each with its wait: two "
+    "Messages: one rank sends and then receives, the other receives and then sends, each with its wait: two "
     "messages, one after the other, are one sample.",
 ]
 

@@ -13,10 +13,11 @@ from benchmarks.work import setting, workers
 SIDE = "benchmarks.process_group.memory_side"
 RIVALS = (OURS, "torch.distributed")
 NOTES = [
-    "A step of the loop makes 8 gradients of 32 MiB, all-reduces each as soon as it is there, lets the stream "
+    "A step of the loop makes 8 gradients of 32 MiB, all-reduces each as soon as it exists, lets the stream "
     "wait for it, adds it to a parameter and drops it; peaks are those of torch's caching allocator over 20 steps.",
-    "The memory of a pair is what its rank 0 has less on its device once the pair is connected. Where ranks share "
-    "a GPU (fewer GPUs than ranks, NCCL_MULTI_RANK_GPU_ENABLE=1) it is not measured: there it would be both ends'.",
+    "The memory of a pair is by how much the free memory of rank 0's device shrinks when the pair connects. Where "
+    "ranks share a GPU (fewer GPUs than ranks, NCCL_MULTI_RANK_GPU_ENABLE=1) it is not measured, as it would be that "
+    "of both ranks.",
 ]
 
 

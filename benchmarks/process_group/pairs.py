@@ -9,7 +9,7 @@ from benchmarks.work import workers
 
 SIDE = "benchmarks.process_group.side"
 OURS = "ncclpy.ProcessGroup"
-NOTES = ["Memory is what a process has alone plus its part of what it shares (Pss), beyond what it had before."]
+NOTES = ["Memory is a process's proportional set size (Pss), minus what it was before."]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,13 +38,13 @@ from benchmarks.work import results, workers
 SIDE = "benchmarks.process_group.recovery_side"
 DEFAULTS = {"processes": [2, 4, 8], "threads": [2, 4, 8, 16, 32, 64, 128, 256], "rounds": 5, "seed": 1}
 NOTES = [
-    "A rank's end is noticed by the host engine here, or by its lease in the store, half a second after it.",
-    "recover() of threads has every rank's Python in one interpreter on the cores of this machine.",
+    "A rank's end is detected by the host engine or, half a second after it, by the rank's lease in the store.",
+    "With threads, one interpreter on the cores of this machine runs recover() of every rank.",
 ]
 GPU_NOTES = [
-    "A rank's end is noticed by its lease in the store, half a second after it; one that is stopped by the deadline, "
-    "which counts from the collective, half a second before the SIGSTOP.",
-    "A process's start includes the import of ncclpy, and that NCCL and CUDA begin in it.",
+    "A killed rank is detected by its lease in the store, half a second after its end; a stopped rank by the "
+    "deadline, which counts from the start of the collective, half a second before the SIGSTOP.",
+    "A process's start includes the import of ncclpy and the initialisation of CUDA and NCCL.",
 ]
 
 
@@ -56,7 +56,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="*", metavar="N", help="numbers of ranks that recover as threads")
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="measure N GPUs instead, 2 at least")
     parser.add_argument("--rounds", type=int, help="fresh processes for every number of ranks (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="of the order in a round, and who is killed (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, help="of the order in a round, and of the killed rank (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
     parser.set_defaults(**DEFAULTS)
 

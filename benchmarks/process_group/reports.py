@@ -26,10 +26,12 @@ SERVER = "the server's time for an operation, busy"
 HEARD, NOTICE = "ranks that the error has heard of", "the notice of the end"
 LINES = (STATE, ABORT, NOTICE, BUSY)
 NOTES = [
-    "What ends has no communicators: to end those of all ranks in one process takes longer than to tell of it.",
-    "A rank is busy that all-reduces 8 bytes without a pause; what it does then changes at every look, once a second.",
-    "The server's time for an operation is all that its process has taken meanwhile, over their number.",
-    "The error names what all ranks do; one that has not answered within 0.3 s is named with what it told last.",
+    "The group that ends has no communicators: ending those of all ranks in one process would take longer than the "
+    "notice.",
+    "A busy rank all-reduces 8 bytes without a pause, so its status has changed at every check, once a second.",
+    "The server's time for an operation is the CPU time of its process in the meantime, divided by the number of "
+    "operations.",
+    "The error says what each rank does; of a rank that has not answered within 0.3 s, what it reported last.",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The rivals: one module each, all with the same interface.
+"""The rivals, which are the APIs of ncclpy and other libraries: one module each, all with the same interface.
 
 A rival's module has ``NAME``, the name in its rows, and ``open(setting) -> list[Road]``, which prepares it in
 this process and may raise `Missing`. `open` is collective on GPUs: every rank calls it at the same time.

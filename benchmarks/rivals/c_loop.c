@@ -1,4 +1,4 @@
-/* The lower bound of every road: C that calls NCCL through the same kind of function pointer, and times itself. */
+/* The lower bound of every call path: C that calls NCCL by the same kind of function pointer, and times itself. */
 #include <time.h>
 
 #include "driver_abi.h"

@@ -55,7 +55,7 @@ def run(chosen: argparse.Namespace) -> int:
         "scale", results.options(chosen, DEFAULTS), engine="host", rounds=chosen.rounds, seed=chosen.seed
     )
     result["notes"] = [
-        "Memory is what a process has alone plus its part of what it shares (Pss), beyond what it had before init.",
+        "Memory is a process's proportional set size (Pss), minus what it was before init.",
         "The exponent is the slope of log(value) over log(ranks); 0 does not grow, 1 grows with the ranks.",
     ]
     plan = [(ONE_PROCESS, nranks) for nranks in chosen.ranks]

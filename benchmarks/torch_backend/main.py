@@ -78,15 +78,15 @@ def run(chosen: argparse.Namespace) -> int:
 def _notes(chosen: argparse.Namespace) -> list[str]:
     if chosen.training:
         return [
-            f"A sample is the median of {STEPS} steps behind {WARM} that are not counted, on rank 0, of a fixed "
+            f"A sample is the median of {STEPS} steps after {WARM} that are not counted, on rank 0, of a fixed "
             "batch; without communication: the same under no_sync(); with buckets that are not sent: gradients are "
-            "copied to DDP's buckets and back, which is torch's part of what communication takes."
+            "copied to DDP's buckets and back, which is torch's share of the time of communication."
         ]
     return [
-        f"A sample is the median of the calls in a row of one pair of processes on rank 0: {CALLS} of few bytes, "
-        f"{BYTES >> 20} MiB of many, in {side.TURNS} turns with the other backend in the same processes. Host time is "
-        "the call's with async_op=True, which is waited for before the next; latency is that of a call which waits, "
-        "and on GPUs for the device.",
+        f"A sample is the median of the calls in a row of one pair of processes on rank 0: {CALLS} small ones, or "
+        f"{BYTES >> 20} MiB of large ones, in {side.TURNS} turns with the other backend in the same processes. Host "
+        "time is the call's with async_op=True, which is waited for before the next call; latency is that of a call "
+        "and the wait for its result, on GPUs also for the device.",
     ]
 
 

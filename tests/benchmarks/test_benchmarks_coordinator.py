@@ -42,7 +42,7 @@ def test_growth_with_ranks_and_names_is_measured(tmp_path, monkeypatch, where):
     found = {(row["operation"], row["road"]) for row in result["rows"] if min(row["samples"]) > 0}
     ways = {(way, f"{n} ranks") for way in (scale.WAY, scale.SHARED) for n in (2, 4)}
     assert found == ways | {(each, f"{n} names") for each in (scale.NEW, scale.KNOWN) for n in (10, 100)}
-    assert sum("times what that says" in note for note in result["notes"]) == 3
+    assert sum("times what this formula gives" in note for note in result["notes"]) == 3
 
 
 @pytest.mark.parametrize("power, verdict", [(0.0, "no worse"), (1.0, "no worse"), (2.0, ": worse")])

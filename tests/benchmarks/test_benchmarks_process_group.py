@@ -43,7 +43,7 @@ def test_part_of_the_experiment_is_measured(tmp_path):
     printed = run("process_group", "--host", *options)
     rows = {row["operation"]: row for row in json.loads(path.read_text())["rows"]}
     assert set(standing.STEPS) <= rows.keys() and all(row["rival"] == standing.THREADS for row in rows.values())
-    assert "to stand" in printed
+    assert "to start" in printed
 
 
 def test_ranks_that_cannot_share_memory_compare_by_the_store():

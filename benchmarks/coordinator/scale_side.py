@@ -77,10 +77,10 @@ class Side:
     def do_shared(self, size: int) -> float:
         """Return the microseconds of ranks that share this process."""
 
-        def body(control, turns: Callable[[], None]) -> None:
+        def body(control, mark: Callable[[], None]) -> None:
             for turn in range(WARM + TIMES // 3):
                 if turn == WARM:
-                    turns()
+                    mark()
                 control.bring(0, b"x", FIXED, b"", True)
                 if not control.next(PATIENCE):
                     raise RuntimeError("no agreement in time")
@@ -92,10 +92,10 @@ class Side:
         """Return the microseconds of two ranks that bring so many names at once."""
         times = 3 if count > 1000 else 10
 
-        def body(control, turns: Callable[[], None]) -> None:
+        def body(control, mark: Callable[[], None]) -> None:
             for turn in range(1 + times):
                 if turn == 1:
-                    turns()
+                    mark()
                 for i in range(count):
                     control.bring(0, NAME.format(turn if new else 0, i).encode(), FIXED, b"", True)
                 heard = 0
@@ -107,13 +107,13 @@ class Side:
 
 
 def _in_threads(size: int, body: Callable, cache: int = 1024) -> float:
-    """Call ``body(control, turns)`` in a thread per rank; return the seconds from its call of ``turns`` to its end."""
+    """Call ``body(control, mark)`` in a thread per rank; return the seconds from its call of ``mark`` to its end."""
     from ncclpy.bootstrap import LocalStore
     from ncclpy.coordinator.connections import open_control
 
     store, meet, failed, moments = LocalStore(), threading.Barrier(size), [], []
 
-    def turns() -> None:
+    def mark() -> None:
         meet.wait(PATIENCE)
         moments.append(time.perf_counter())
 
@@ -122,8 +122,8 @@ def _in_threads(size: int, body: Callable, cache: int = 1024) -> float:
             control = open_control(
                 store, number, size, "scale", cache=cache, timeout=None, stall_after=60.0, patience=PATIENCE
             )
-            body(control, turns)
-            turns()
+            body(control, mark)
+            mark()
             control.close()
         except BaseException as error:
             meet.abort()

@@ -88,8 +88,8 @@ class Side(worker.Worker):
             self._event(*ways[way])
         before = registry.counters()["registered"]
         for _ in range(times):
-            for way, (comes, goes) in ways.items():
-                taken[way].append(self._event(comes, goes))
+            for way, (add, remove) in ways.items():
+                taken[way].append(self._event(add, remove))
         registered = registry.counters()["registered"] - before
         if registered != times * len(self.comms):
             raise RuntimeError(f"{times} segments were registered {registered} times: {registry.counters()}")
@@ -103,21 +103,21 @@ class Side(worker.Worker):
             for way, each in taken.items()
         }
 
-    def _event(self, comes: Callable[[], Any], goes: Callable[[list], None]) -> tuple[float, ...]:
+    def _event(self, add: Callable[[], Any], remove: Callable[[list], None]) -> tuple[float, ...]:
         clock, where = time.perf_counter, self.setting
         calls = [comm.all_reduce for comm in self.comms]
         (send, recv), stream = _buffers(where), where.stream
         begin = clock()
-        held = [comes()]
-        there = clock()
+        held = [add()]
+        added = clock()
         for call in calls:
             call(send, recv, stream=stream)
         called = clock()
         where.sync()
-        leaves = clock()
-        goes(held)
+        removing = clock()
+        remove(held)
         end = clock()
-        return there - begin, called - there, called - begin, end - leaves
+        return added - begin, called - added, called - begin, end - removing
 
     def _allocated(self, registry) -> tuple:
         """Return functions that add and remove memory of NCCL's allocator: ncclpy's, and NCCL's own calls."""
@@ -126,21 +126,21 @@ class Side(worker.Worker):
 
         device, register, deregister = self.setting.device, *self._registration()
 
-        def goes(held: list) -> None:
+        def remove(held: list) -> None:
             held.clear()
             if not registry.drain(PATIENCE):
                 raise RuntimeError("a segment is still in use")
 
-        def comes_bare() -> tuple:
+        def add_bare() -> tuple:
             pointer = bindings.mem_alloc(SEGMENT)
             return pointer, register(pointer)
 
-        def goes_bare(held: list) -> None:
+        def remove_bare(held: list) -> None:
             pointer, handles = held[0]
             deregister(handles)
             bindings.mem_free(pointer)
 
-        return (lambda: alloc(SEGMENT, device), goes), (comes_bare, goes_bare)
+        return (lambda: alloc(SEGMENT, device), remove), (add_bare, remove_bare)
 
     def _others(self, registry) -> tuple:
         """Return the same for memory that another library has allocated."""

@@ -98,8 +98,8 @@ def kill(nranks: int, victim: int) -> dict[str, float]:
         port = server.ask("serve", deadline=workers.FIRST_DEADLINE)
         places = [(process, {"rank": rank, "nranks": nranks, "port": port}) for rank, process in enumerate(ranks)]
         workers.ask_all(places, "stand", deadline=workers.FIRST_DEADLINE)
-        everyone = [(process, {"excluded": victim}) for process in ranks]
-        shrink, anew = (max(workers.ask_all(everyone, what)) for what in ("shrink", "anew"))
+        asked = [(process, {"excluded": victim}) for process in ranks]
+        shrink, anew = (max(workers.ask_all(asked, what)) for what in ("shrink", "anew"))
         at = time.monotonic() + 0.5
         ranks[victim].send("die", {"at": at})
         left = [(process, {}) for rank, process in enumerate(ranks) if rank != victim]
@@ -129,10 +129,10 @@ def lose(how: str, nranks: int, victim: int, engine: str = "cuda") -> dict[str, 
         ranks[victim].kill()
         begun = time.monotonic()
         processes.append(workers.WorkerProcess(SIDE))
-        come = [(processes[-1], {"device": victim, "port": port, "engine": engine})]
+        joining = [(processes[-1], {"device": victim, "port": port, "engine": engine})]
         for process in left:
             process.send("admit", {})
-        joined = workers.ask_all(come, "join", deadline=workers.FIRST_DEADLINE)[0]
+        joined = workers.ask_all(joining, "join", deadline=workers.FIRST_DEADLINE)[0]
         for process in left:
             process.receive("admit", time.monotonic() + workers.DEADLINE)
         together_again = time.monotonic()

@@ -113,7 +113,7 @@ class Side:
         return (time.perf_counter() - begin) / times
 
     def do_pipeline(self, first: int, keys: int, times: int) -> tuple[float, float]:
-        """Have each client set so many keys and get them, in one request each, so often."""
+        """Have each client set `keys` keys in one request and get them in another, `times` times."""
 
         def take_part(index: int) -> None:
             client = self.clients[index]
@@ -132,7 +132,7 @@ class Side:
     def do_leave(self) -> None:
         """Close the clients."""
         for client in self.clients:
-            with contextlib.suppress(AttributeError):  # torch's close when they are dropped
+            with contextlib.suppress(AttributeError):  # torch's clients close when they are dropped
                 client.store.close()
         self.clients = []
 

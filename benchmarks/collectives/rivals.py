@@ -76,7 +76,7 @@ class Ncclpy:
         self._connect()
         if not place.streams and memory == PLAIN:
             self.arrays = np.ones(place.count, place.dtype), np.zeros(place.count, place.dtype)
-            self.in_place = ("broadcast",)  # as MPI's
+            self.in_place = ("broadcast",)  # as with MPI
             return
         self.stream = ncclpy.Stream(place.rank)
         self.kept: list[Any] = []

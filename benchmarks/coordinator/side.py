@@ -96,7 +96,7 @@ class Side:
         self.arrays = {f"{model}/{i}": self._ones(count) for i, count in enumerate(MODELS[model]())}
 
     def do_step(self, times: int, grouped: bool) -> list[float]:
-        """Average all gradients, brought in an order of this rank's own; return the seconds of each time."""
+        """Reduce all gradients, brought in an order of this rank's own or grouped; return the seconds of each step."""
         coordinator, rng = self.coordinator, random.Random(self.rank)
         taken = []
         for turn in range(times):
@@ -115,7 +115,7 @@ class Side:
         return taken
 
     def do_flat(self, times: int) -> list[float]:
-        """Reduce as many bytes in one call, by a process group; return the seconds of each time."""
+        """Reduce as many bytes in one call, by a process group; return the seconds of each call."""
         if not hasattr(self, "other"):
             import ncclpy
 
@@ -131,7 +131,7 @@ class Side:
         return taken
 
     def do_rival(self, times: int, path: str) -> list[float]:
-        """Reduce the same arrays one by one with torch.distributed; return the seconds of each time."""
+        """Reduce the same arrays one by one with torch.distributed; return the seconds of each step."""
         from torch import distributed
 
         torch = self.torch

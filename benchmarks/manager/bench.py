@@ -72,7 +72,7 @@ class Bench:
 
     @contextmanager
     def working(self, kind: str, collectives: int, devices: int | None = None) -> Iterator[None]:
-        """Check that the block reduces this often, on the first so many devices; on all if None."""
+        """Check that the block makes `collectives` all-reduces, on the first `devices` devices or, if None, on all."""
         n = len(self.devices) if devices is None else devices
         if self.engine == "noop":
             library = ctypes.CDLL(self.nccl.library().path)
@@ -114,7 +114,7 @@ class Bench:
         return numpy.ones(COUNT, numpy.float32)
 
     def _add_tensors(self) -> dict[str, str]:
-        """Add torch tensors as a kind of buffer; return why not, if not."""
+        """Add torch tensors as a kind of buffer; if that is impossible, return the reason."""
         if importlib.util.find_spec("torch") is None:
             return {"torch tensors": "torch is not installed"}
         import torch

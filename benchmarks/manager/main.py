@@ -24,7 +24,7 @@ from benchmarks.work import results, workers
 DEFAULTS = {"rounds": 10, "processes": 3, "seed": 1}
 SIDE = "benchmarks.manager.side"
 MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "plans")
-#: Numbers of keys that wait meanwhile; each has a process, and so memory, of its own.
+#: Numbers of pending keys; each number is measured in a process of its own, so that it has memory of its own.
 PENDING = (10, 1000, 100_000)
 NOTES = [
     "until enqueued: when the recorder has noted the launch on the last device; for a plan and the C loop, when the "
@@ -86,7 +86,7 @@ class Table:
         self._missing: dict[str, str] = {}
 
     def add(self, sample: Sequence) -> None:
-        """Add one sample, as a `manager_side.Side` returns it."""
+        """Add one sample, as a `Side` of the child process returns it."""
         *head, value = sample
         names = ("operation", "rival", "road", "measure", "unit")
         row = self._rows.setdefault(tuple(head), {**dict(zip(names, head, strict=True)), "samples": []})

@@ -52,7 +52,7 @@ class Plans:
         for rival, road, launch, arrives in (
             ("C loop", "a group from one thread", lambda: self.loop(1), True),
             ("ncclpy.Plan", "Plan.launch", self.plan.launch, True),
-            # On the no-op library a graph is empty: the way to the driver is timed.
+            # On the no-op library a graph is empty: only the call path to the driver is timed.
             ("ncclpy.Plan", "Graph.launch", self.graph.launch, self.side.engine != "noop"),
         ):
             for measure, count, each in (("latency", LATENCIES, True), ("repeated", REPEATED, False)):

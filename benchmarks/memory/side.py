@@ -143,7 +143,7 @@ class Side(worker.Worker):
         return (lambda: alloc(SEGMENT, device), remove), (add_bare, remove_bare)
 
     def _others(self, registry) -> tuple:
-        """Return the same for memory that another library has allocated."""
+        """Return such functions for memory that another library has allocated."""
         from ncclpy import bindings
 
         device, register, deregister = self.setting.device, *self._registration()
@@ -167,9 +167,10 @@ class Side(worker.Worker):
         return lambda pointer: [bindings.comm_register(comm, pointer, SEGMENT) for comm in comms], deregister
 
     def do_pool(self, framework: str, times: int) -> dict[str, float]:
-        """Take arrays from a pool that has had as many before; return how often that reached ncclpy, and microseconds.
+        """Take arrays from a pool that has allocated such arrays before; return how often that reached ncclpy, and times.
 
-        That is seen in the pool's segments and in the registry, after each array was made and freed.
+        Whether it did is seen in the pool's segments and in the registry, after each array was made and freed. The
+        times are microseconds for an array, in the pool and without it.
         """
         from ncclpy.memory import SegmentRegistry, pool
 

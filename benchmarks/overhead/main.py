@@ -104,7 +104,7 @@ class Table:
         row["samples"].append(seconds * 1e6)
 
     def miss(self, module: str, rival: str, reason: str, *, failed: bool = False) -> None:
-        """Note that a rival, or a road of it, has no samples, and why; `failed` if it should have."""
+        """Note that a rival, or a road of it, has no samples, and why; `failed` if it should have some."""
         self._missing[f"{module}: {reason}"] = {"module": module, "rival": rival, "missing": reason}
         self.failed |= failed
 

@@ -85,7 +85,7 @@ class Side:
         return (self._count() - before) / (time.perf_counter() - begin)
 
     def do_busy(self) -> tuple[float, int]:
-        """Return the same while all ranks reduce without a pause, and the number of reductions."""
+        """Return the store operations per second while all ranks reduce without a pause, and how many these were."""
         begin, before = time.perf_counter(), self._count()
 
         def reduce(rank: int) -> None:
@@ -153,7 +153,7 @@ class Side:
     def _count(self) -> int:
         """Return the number of store operations so far."""
         self.looks += 1
-        return next(self.asked) - (self.looks - 1)  # it counts polls as well
+        return next(self.asked) - (self.looks - 1)  # each earlier call of this method has counted as well
 
     def _each(self, function: Callable) -> list:
         """Call a function for each rank in a thread of its own."""

@@ -1,4 +1,4 @@
-"""A memory resource of cuda.core, whose memory is registered with NCCL."""
+"""A memory resource of cuda.core over memory that is registered with NCCL."""
 
 from __future__ import annotations
 

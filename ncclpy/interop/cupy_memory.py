@@ -1,4 +1,4 @@
-"""CuPy's memory pools, whose memory is registered with NCCL."""
+"""CuPy's memory pools over memory that is registered with NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory resource of rmm, whose memory is registered with NCCL."""
+"""A memory resource of rmm over memory that is registered with NCCL."""
 
 from __future__ import annotations
 

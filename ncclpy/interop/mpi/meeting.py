@@ -176,8 +176,8 @@ def _gathered(comm: Any, mine: bytes) -> list[Any]:
 def devices_of(machines: Sequence[str], places: Sequence[tuple[int | None, int, int]]) -> list[int]:
     """Return the device of each rank: the one that it asks for, else its current one.
 
-    A rank that asks for none, and whose current device another rank of its machine has as well, gets the device with
-    its own number on the machine.
+    If another rank of the machine has the same device, a rank that asks for none gets the device with its own number
+    on the machine instead.
 
     Parameters
     ----------

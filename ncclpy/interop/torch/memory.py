@@ -1,4 +1,4 @@
-"""Torch's memory pools, whose memory is registered with NCCL."""
+"""Torch's memory pools over memory that is registered with NCCL."""
 
 from __future__ import annotations
 

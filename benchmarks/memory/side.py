@@ -167,7 +167,7 @@ class Side(worker.Worker):
         return lambda pointer: [bindings.comm_register(comm, pointer, SEGMENT) for comm in comms], deregister
 
     def do_pool(self, framework: str, times: int) -> dict[str, float]:
-        """Take arrays from a pool that has allocated such arrays before; return how often that reached ncclpy, and times.
+        """Take arrays from a pool that has allocated as many before; return how often that reached ncclpy, and times.
 
         Whether it did is seen in the pool's segments and in the registry, after each array was made and freed. The
         times are microseconds for an array, in the pool and without it.

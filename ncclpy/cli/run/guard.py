@@ -1,4 +1,4 @@
-"""Find and kill what is left of a run; also a program of its own, which outlives a launcher that is killed.
+"""Find and kill what is left of a run; as a separate program, it outlives a launcher that is killed.
 
 The launcher starts it with a pipe as its standard input and writes the process id of each rank to it. When the pipe
 ends without the line `DONE`, the launcher is dead, and the guard kills what it has left behind. It imports nothing

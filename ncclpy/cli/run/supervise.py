@@ -114,7 +114,7 @@ class Supervisor:
             return
         text = f"rank {rank.rank} (process {rank.pid}) {rank.describe_end()}"
         if self._code is None:
-            # Before this launcher acts on it, so that the others are told the cause and not what follows from it.
+            # First, before this launcher acts on it: the others must be told the cause, and not a consequence.
             self._failed(rank.code, text)
             self._on_failure(rank.code, text)
         elif not self._kill:

@@ -1,4 +1,4 @@
-"""Where ranks part: the first operation at which not all did the same, and which ranks were late for it."""
+"""Where ranks diverge: the first operation at which not all did the same, and which ranks were late for it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def begun(entry: Entry) -> float:
 
 
 def signature_of_entry(entry: Entry) -> Signature:
-    """Return what must be the same on all ranks."""
+    """Return the properties of an operation that must be the same on all ranks."""
     names = ("operation", "op", "dtype", "root", "count")
     return signature_of({name: getattr(entry, name) for name in names})
 

@@ -181,7 +181,7 @@ class RankTrace:
 
 
 def signature_of(kind: dict[str, Any]) -> Signature:
-    """Return what must be the same on all ranks; None matches anything."""
+    """Return the properties of a call that must be the same on all ranks; None matches anything."""
     operation = kind["operation"]
     if operation not in ANSWER:  # a Manager has one name for the root and one for receivers
         operation = operation.removesuffix("_send").removesuffix("_recv")

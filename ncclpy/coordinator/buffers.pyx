@@ -473,7 +473,7 @@ cdef class SharedEvent:
 cdef class Ending:
 
     cdef object cause_of(self, object error):
-        """Return the plane's error if `error` is the `NcclAborted` that a launch gets when it ends; else `error`."""
+        """Return the plane's error if `error` is the `NcclAborted` of a launch that its end aborts; else `error`."""
         return self.error if self.error is not None and isinstance(error, NcclAborted) else error
 
 

@@ -367,7 +367,7 @@ def _check_wait(deadline: float, wanted: Callable[[], bool], missing: list[int],
 def _connect_to_parent(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
-    """Return a connection to the parent, by the first address at which the parent proves that it is that rank."""
+    """Return a connection to the parent, by the first address at which the answer proves that it is from that rank."""
     ways: list[tuple[socket.AddressFamily, Any]] = []
     if place["machine"] == mine["machine"]:
         ways.append((socket.AF_UNIX, bytes.fromhex(place["local"])))

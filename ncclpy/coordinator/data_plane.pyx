@@ -681,7 +681,7 @@ cdef class DataPlane:
         return self.ending.cause_of(error)
 
     def fail(self, error):
-        """End it with an error: fail what runs here, and abort the communicator. The other ranks end their own."""
+        """End the plane with an error: fail what runs here, and abort the communicator. The other ranks end theirs."""
         cdef Launch launch
         cdef FusedLaunch fused
         cdef Work work

@@ -61,7 +61,7 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
 
 
 def has_ended(name: str, error: BaseException) -> NcclError:
-    """Return the error of a call of a coordinator that `error` has ended: of its class for the first such call."""
+    """Return the error of a call of a coordinator that `error` has ended: of its class for the first one."""
     kind = NcclAborted if getattr(error, "_delivered", False) else same_class_as(type(error).__name__)
     made = kind(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)

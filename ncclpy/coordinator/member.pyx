@@ -334,7 +334,7 @@ cdef class ProcessSetWorker:
     # Ending.
 
     def fail(self, error):
-        """End what runs here with an error."""
+        """End the operations of this set on this rank with an error."""
         for plane in (self.plane, self.host_plane):
             if plane is not None:
                 plane.fail(error)

@@ -253,7 +253,7 @@ cdef class Step:
         return 0
 
     cdef list brought(self):
-        """Return this rank's arrays; None for each of an operation that it does not take part in."""
+        """Return this rank's arrays; None in place of each array of an operation that it has not brought."""
         cdef Ready ready
         cdef Py_ssize_t i
         found = []
@@ -263,7 +263,7 @@ cdef class Step:
         return found
 
     cdef list members(self):
-        """Return the same arrays, each with its number of elements of NCCL's type."""
+        """Return what `brought` returns, each array with its number of elements of NCCL's type."""
         cdef Ready ready
         cdef Py_ssize_t i, place
         found = []

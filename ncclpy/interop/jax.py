@@ -47,7 +47,7 @@ def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: flo
     comm
         The communicator.
     array
-        This rank's array; on one device, that of the communicator.
+        This rank's array, on the communicator's device alone.
     op
         The operator.
     timeout

@@ -279,7 +279,7 @@ class ForwardedWork : public c10d::Work {
 };
 
 #if TORCH_IS_AT_LEAST(2, 8)
-// What torch copies before it splits a group: objects of its own class cannot be copied from Python.
+// Options that torch copies before it splits a group: Python cannot copy objects of torch's own Options.
 struct ForwardedOptions : c10d::Backend::Options {
   explicit ForwardedOptions(std::chrono::milliseconds timeout) : Options("ncclpy", timeout) {}
 };
@@ -405,7 +405,7 @@ class ForwardedBackend : public c10d::Backend {
     const Gil gil;
     return c10::make_intrusive<ForwardedOptions>(std::chrono::milliseconds(call(python_, "timeout_ms").cast<int64_t>()));
   }
-  // All ranks of this group call it, those outside of the new group with its ranks; no rank waits here.
+  // All ranks of this group call it with the ranks of the new group, also those outside of that; none waits here.
   c10::intrusive_ptr<Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
@@ -500,7 +500,7 @@ class ForwardedBackend : public c10d::Backend {
     return true;
   }
 
-  // A tensor of its own over the same storage: the operation keeps that memory, whatever memory the caller gives its
+  // Another tensor over the same storage: the operation keeps that memory, whatever memory the caller gives its
   // tensor meanwhile (`x.data = y`, `x.set_(y)`).
   py::object plain(const at::Tensor& tensor) const {
     const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();

@@ -317,8 +317,8 @@ class TorchBackend:
 
         def take() -> None:
             indices, values = (part.to(tensor.device) for part in begun.result())
-            # Checked here, as its indices are from other ranks: torch does not check them later, and would write
-            # outside the tensor.
+            # The indices are from other ranks, so they are checked here: torch does not check them later, and would
+            # write outside the tensor.
             made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
             bring(made, tensor)
 

@@ -169,8 +169,8 @@ def flags_for(torch: Any) -> list[str]:
     if cuda is not None:
         includes.append(cuda)
     abi = int(bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
-    # From these macros pybind11 concludes whether two modules share classes. Older releases of torch tell with which
-    # values the compiler has built them.
+    # From these macros pybind11 concludes whether two modules share classes. Older releases of torch have the values
+    # that they were built with.
     known = {part: getattr(torch._C, f"_PYBIND11_{part}", None) for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return [
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",

@@ -88,7 +88,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
     if _shim.ncclpy_torch_open(*functions, timeout, words, len(words)):
         raise RuntimeError(f"torch's allocator takes no hooks: {words.value.decode(errors='replace')}")
     try:
-        # No lock of ncclpy is held, as this takes the allocator's. The shim notes what is made or freed meanwhile.
+        # No lock of ncclpy is held: the snapshot takes the allocator's. The shim notes what is made or freed then.
         for segment in torch.cuda.memory_snapshot():
             if not segment.get("is_expandable", False):
                 _shim.ncclpy_torch_was_there(segment["address"], segment["total_size"], segment["device"])

@@ -52,7 +52,7 @@ int read_tensor(void* object, ncclpy_read_tensor* out) noexcept {
     const DLPackType& type = type_of(tensor);
     if (type.state != DLPackType::kKnown) return 1;
     out->count = static_cast<uint64_t>(tensor.numel());
-    // As DLPack asks for it: copy-on-write memory is copied now.
+    // As for DLPack's export: copy-on-write memory is copied now.
     out->data = tensor.mutable_data_ptr();
     if (!out->data && out->count) return 1;
     out->device = device.is_cpu() ? NCCLPY_ON_CPU : device.index();

@@ -342,7 +342,9 @@ cdef Copier copier_of(int device):
         stream.synchronize()
     if result != CUDA_SUCCESS:
         copier.function = NULL
-        _log.warning("device %d: the copy kernel cannot be loaded (CUresult %d): each copy is a driver call", device, result)
+        _log.warning(
+            "device %d: the copy kernel cannot be loaded (CUresult %d): each copy is a driver call", device, result
+        )
     stream.close()
     return _copiers.setdefault(device, copier)
 

@@ -102,7 +102,9 @@ cdef class Submitter:
     def all_reduce(self, name, array, op, prescale=None, postscale=None):
         """Bring an all-reduce; return its work."""
         cdef ProcessSetWorker member = self.member
-        cdef AllReduce call = new_all_reduce(name, array, op, self.device, member.size, member.remembered, prescale, postscale)
+        cdef AllReduce call = new_all_reduce(
+            name, array, op, self.device, member.size, member.remembered, prescale, postscale
+        )
         self.bring(call)
         return (<TensorEntry>call.parts[0]).work
 
@@ -342,7 +344,8 @@ cdef class ProcessSetWorker:
     def close(self, double timeout):
         """Wait for what was launched, and release everything."""
         if not self.launch_queue.end(timeout):  # its thread may be in a launch, with memory of a plane
-            self.fail(NcclError(f"{self.label}: launches still wait for other ranks {timeout:.3g} s after it began to end"))
+            what = f"launches still wait for other ranks {timeout:.3g} s after it began to end"
+            self.fail(NcclError(f"{self.label}: {what}"))
         try:
             if self.host_plane is not None:
                 self.host_plane.close(timeout)

@@ -24,7 +24,9 @@ cdef class RememberedCalls:
 
 # Arrays that are reduced in place, all of them or none.
 cdef class AllReduce(Call):
-    cdef int _fill(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1
+    cdef int _fill(
+        self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale
+    ) except -1
 
 
 cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedCalls remembered, prescale, postscale)

@@ -104,14 +104,17 @@ cdef class AllReduce(Call):
     """
 
     def __init__(
-        self, names, arrays, op, int device, int size, RememberedCalls remembered not None, prescale=None, postscale=None
+        self, names, arrays, op, int device, int size, RememberedCalls remembered not None, prescale=None,
+        postscale=None
     ):
         if isinstance(names, tuple):
             self._fill(tuple([as_name(name) for name in names]), arrays, op, device, size, remembered, None, None)
         else:
             self._fill(as_name(names), arrays, op, device, size, remembered, prescale, postscale)
 
-    cdef int _fill(self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale) except -1:
+    cdef int _fill(
+        self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale
+    ) except -1:
         """Fill this in with what is brought under a name or several names, which are plain `str`."""
         cdef Remembered known = None
         cdef bint plain = prescale is None and postscale is None

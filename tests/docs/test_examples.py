@@ -60,13 +60,18 @@ def needs(*modules):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("elastic_training", "weights_to_engines"))) for name in sorted(LAST_LINES)],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("elastic_training", "weights_to_engines")))
+        for name in sorted(LAST_LINES)
+    ],
 )
 def test_example(name):
     needs(
         *(
             ["torch"]
-            if "torch" in name or name in ("gradients_in_any_order", "weights_to_engines") or ncclpy.library().engine == "cuda"
+            if "torch" in name
+            or name in ("gradients_in_any_order", "weights_to_engines")
+            or ncclpy.library().engine == "cuda"
             else []
         )
     )

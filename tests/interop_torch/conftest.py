@@ -25,6 +25,7 @@ def extension():
 @pytest.fixture(scope="session")
 def ranks2(extension):
     """Return two ranks of torch.distributed, processes that run programs."""
+    testing.need_processes(2)
     two = Ranks(2)
     yield two
     two.close()

@@ -19,6 +19,7 @@ from paths import SUPPORT
 import testing
 from ncclpy.cli.main import main
 from ncclpy.cli.run import output, ranks
+from ncclpy.cli.run.command import threads_of_each
 from ncclpy.cli.run.output import Lines
 
 
@@ -65,11 +66,18 @@ pathlib.Path(sys.argv[1], f"env-{rank}").write_text(json.dumps([dict(os.environ)
 PRINT_THREADS = "print(repr(os.environ.get('OMP_NUM_THREADS')))"
 
 
-def test_several_ranks_get_one_thread_each_and_launcher_says_so(program, monkeypatch):
+def test_several_ranks_share_the_cores_and_launcher_says_so(program, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     done = runs.run("-n", 2, *program(PRINT_THREADS))
-    assert sorted(done.stdout.splitlines()) == ["[0] '1'", "[1] '1'"]
-    assert re.fullmatch(r"ncclpy run: OMP_NUM_THREADS is not set: it is 1 for each of the 2 .*\n", done.stderr)
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // 2)
+    assert sorted(done.stdout.splitlines()) == [f"[0] '{threads}'", f"[1] '{threads}'"]
+    said = f"OMP_NUM_THREADS is not set: it is {threads} for each of the 2 processes, which share {cores} cores; "
+    assert done.stderr.startswith(f"ncclpy run: {said}") and done.stderr.count("\n") == 1
+
+
+def test_each_rank_has_a_thread_or_more():
+    assert [threads_of_each(nproc, 8) for nproc in (2, 3, 8, 9)] == [4, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("size", "chosen"), [(1, None), pytest.param(2, "7", marks=pytest.mark.slow), (2, "")])

@@ -79,15 +79,22 @@ def _run(given: argparse.Namespace, meeting: LauncherRendezvous) -> int:
         ranks.close()
 
 
+def threads_of_each(nproc: int, cores: int) -> int:
+    """Return how many threads each of a machine's processes may have."""
+    return max(1, cores // nproc)
+
+
 def _start(given: argparse.Namespace, meeting: LauncherRendezvous, ranks: Ranks, output: Output) -> None:
     command = _command(given)
     common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     common.setdefault("PYTHONUNBUFFERED", "1")  # else a rank's output appears only at its end
     if given.nproc > 1 and "OMP_NUM_THREADS" not in common:
-        common["OMP_NUM_THREADS"] = "1"
+        cores = len(os.sched_getaffinity(0))
+        common["OMP_NUM_THREADS"] = str(threads_of_each(given.nproc, cores))
         say(
-            f"OMP_NUM_THREADS is not set: it is 1 for each of the {given.nproc} processes, whose threads of numpy, "
-            "torch and OpenMP would else compete for the same cores; set it for more"
+            f"OMP_NUM_THREADS is not set: it is {common['OMP_NUM_THREADS']} for each of the {given.nproc} processes, "
+            f"which share {cores} cores; otherwise their threads of numpy, torch and OpenMP would compete. Set it to "
+            "choose another number"
         )
     common |= meeting.variables
     common |= {

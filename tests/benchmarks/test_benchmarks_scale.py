@@ -62,4 +62,4 @@ def test_round_without_a_value_is_left_out_of_the_fit():
 def test_page_has_medians_and_exponents():
     text = report.text({"experiment": "scale", "settings": {}, "rows": rows_of(lambda n, number: float(n))})
     assert "| 16    | 16.0 (16.0-16.0) |" in text
-    assert "| init      | ours     | 2 to 16 | 1.00            | 1.00 to 1.00 | 1.00" in text
+    assert "| init      | ours    | 2 to 16 | 1.00            | 1.00 to 1.00 | 1.00" in text

@@ -449,8 +449,10 @@ def wait_for_the_dead(comm):
     window = comm.window(ncclpy.Buffer(pointer, 1024, "float32"))
     comm.barrier()
     if comm.rank == 1:
+        comm.wait_signal([0])  # rank 0 has left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     try:
+        comm.signal(1)
         comm.wait_signal([1])
     except ncclpy.NcclError as error:
         return type(error).__name__, str(error), np.asarray(window.buffer).sum()

@@ -1,7 +1,7 @@
 """Train a small torch model on every device of this process, with one group of all-reduces per step.
 
-On a machine with GPUs the models are on the GPUs and NCCL moves the gradients. Without one, choose the host engine
-with NCCLPY_LIBRARY=host, and the models are in CPU memory. The program is the same.
+On a machine with GPUs the models are on the GPUs and NCCL moves the gradients. Without GPUs, choose the host engine
+with NCCLPY_LIBRARY=host: the models are then in CPU memory, and the program is the same.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Train a torch model: on each rank gradients become ready in another order, and the coordinator agrees on one order.
 
-Four ranks, threads of this process: on GPUs as many as there are. Each rank's model calls its branches in another
-order, and so does its backward pass. The result is that of one process with all the data.
+The ranks are threads of this process: four, or with GPUs one for each GPU. Each rank's model calls its branches in
+another order, and so does its backward pass. The result is that of one process with all the data.
 """
 
 import random

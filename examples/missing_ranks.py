@@ -53,7 +53,7 @@ def work(comm: ncclpy.Communicator) -> None:
             time.sleep(3600)  # the missing rank: for example, its data loader is stuck
         comm.all_reduce(array, timeout=seconds)
         ncclpy.synchronize(comm.device)
-    comm.barrier()  # on GPUs the call before only starts; this one raises its error
+    comm.barrier()  # on GPUs all_reduce only enqueues; if its deadline has passed, this call raises
 
 
 folder.mkdir(parents=True, exist_ok=True)

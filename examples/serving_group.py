@@ -22,7 +22,7 @@ layer = np.random.default_rng(0).normal(size=(WIDTH, COLUMNS))
 
 
 def serve(group: ncclpy.ProcessGroup) -> None:
-    """Answer requests until the last one; a rank's columns of the layer follow from its rank and the group's size."""
+    """Answer requests until the last one, with the columns that belong to this rank in a group of this size."""
     number = 0
     while True:
         try:

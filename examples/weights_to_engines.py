@@ -26,7 +26,7 @@ def made(store: TCPStore, number: int) -> ncclpy.ProcessGroup:
 
 
 def train(sender: WeightSender, store: TCPStore) -> None:
-    """Send new weights until the launcher stops the trainer; a successor begins behind the last version."""
+    """Send new weights until `main` stops the trainer; a successor continues after the last version."""
     version = int(store.get("version")) if store.check(["version"]) else 0
     stop = False
     while not stop:
@@ -44,7 +44,7 @@ def train(sender: WeightSender, store: TCPStore) -> None:
 
 
 def serve(receiver: WeightReceiver, store: TCPStore, number: int) -> None:
-    """Receive weights until a version says that it is the last."""
+    """Receive weights until a version with a true `stop` has arrived."""
     while True:
         try:
             version, weights = receiver.receive()
@@ -60,7 +60,7 @@ def serve(receiver: WeightReceiver, store: TCPStore, number: int) -> None:
 
 
 def member(port: int, number: int, joins: bool) -> None:
-    store = TCPStore("127.0.0.1", port)  # its end tells the others at once that this process is gone
+    store = TCPStore("127.0.0.1", port)  # when its connection ends, the others learn of it at once
     if number == TRAINER:
         train(WeightSender.join(store, device=number, **MEMBER) if joins else WeightSender(made(store, number)), store)
     elif joins:

@@ -40,7 +40,7 @@ def main() -> None:
         client.wait_for_workers(SIZE, timeout=60)
         addresses = sorted(client.scheduler_info()["workers"])[:SIZE]
         parts = np.array_split(np.arange(24.0).reshape(8, 3), SIZE)
-        # All tasks must run at once: each is pinned to one worker, and Dask may not reuse the result of another.
+        # All tasks must run at once: each is pinned to one worker, and `pure=False` keeps Dask from merging tasks.
         tasks = [
             client.submit(
                 column_means, rank, SIZE, store.host, store.port, token, parts[rank], workers=[address], pure=False

@@ -62,7 +62,7 @@ def main() -> None:
         for result in [worker.train.remote(1) for worker in workers]:
             try:
                 ray.get(result, timeout=60)
-            except ncclpy.NcclError as error:  # Ray's is of the actor's class too, and has the actor's error
+            except ncclpy.NcclError as error:  # Ray's error has the actor's class too; its args hold the actor's error
                 print(*error.args)
         lost = ray.get([worker.recover.remote() for worker in workers], timeout=60)
         print("lost:", *map(list, lost))

@@ -1,7 +1,7 @@
-"""Make many small all-reduces, first one by one, then in a group, which NCCL launches as one kernel.
+"""Make many small all-reduces in one group, which NCCL launches as one kernel, and then repeat them with a plan.
 
 On GPUs a group of 64 small all-reduces costs one launch instead of 64; `ncclpy perf all_reduce -m 64` measures
-that on your machine. A plan then repeats the group without recording it again.
+that on your machine. A plan repeats the group without recording it at each launch.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run one process per device, under any launcher: it provides rank, size and the address for the rendezvous.
+"""Run one process per device, under any launcher, which provides rank, size and the address for the rendezvous.
 
 ncclpy run -n 4 examples/from_env.py
 torchrun --nproc-per-node 4 examples/from_env.py

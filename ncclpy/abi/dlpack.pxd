@@ -58,7 +58,7 @@ cdef extern from "dlpack_abi.h" nogil:
         DLPackVersion version
         DLPackExchangeAPIHeader* prev_api
 
-    # The functions are Python's: they need the GIL and set an exception when they return non-zero.
+    # The functions need the GIL, and set a Python exception when they return non-zero.
     ctypedef struct DLPackExchangeAPI:
         DLPackExchangeAPIHeader header
         int (*dltensor_from_py_object_no_sync)(void*, DLTensor*) noexcept

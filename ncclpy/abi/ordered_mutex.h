@@ -3,8 +3,8 @@
  * of order ends the process with a message.
  *
  * The list is the one in docs/locks.md, outermost locks first, and a test compares the two. A row has the lock's name,
- * its words on that page, the locks that may be taken directly under it (those that may be taken under these are
- * allowed as well), and the rules for the lock and the GIL.
+ * the words by which that page names it, the locks that may be taken directly under it (whatever may be taken under
+ * those is allowed as well), and the rules for the lock and the GIL.
  */
 #ifndef NCCLPY_ORDERED_MUTEX_H
 #define NCCLPY_ORDERED_MUTEX_H

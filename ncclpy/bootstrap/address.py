@@ -34,8 +34,8 @@ def as_host(host: str, what: str = "host") -> str:
     Raises
     ------
     ValueError
-        If no resolver can know the host: for a URL, an address with a port, a text with a blank. `what` names the
-        argument or the variable that has the text; the message says what to write instead.
+        If the text can be neither a name nor an address: a URL, an address with a port, a text with a blank. `what`
+        names the argument or the variable that has the text; the message says what to write instead.
     """
     if not host or "\0" in host:
         raise ValueError(f"{what}: expected a name or an address, got {host!r}")
@@ -58,9 +58,11 @@ def as_host(host: str, what: str = "host") -> str:
             + (f"; write {bare!r}{port}" if bare else "")
         )
     if ":" in host and not _is_v6(host):
-        raise ValueError(f"{what}: {host!r} is no address of IPv6, such as '::1', and no name has a colon")
+        raise ValueError(
+            f"{what}: {host!r} has a colon, so it should be an IPv6 address such as '::1', but it is not a valid one"
+        )
     if re.fullmatch("[0-9.]+", host) and not _is_v4(host):
-        raise ValueError(f"{what}: {host!r} is no address of IPv4, which has four numbers of 0 to 255")
+        raise ValueError(f"{what}: {host!r} is no IPv4 address, which has four numbers from 0 to 255")
     try:
         host.encode("idna")
     except UnicodeError as error:
@@ -107,7 +109,7 @@ def resolve(host: str, port: int, deadline: float) -> list[Address]:
             return found
         if found is not None and said is None:
             log.warning("the host %r of a store is not known yet (%s); looking again", host, found.strerror)
-        said = found or said  # the last look-up may have had no time for an answer
+        said = found or said  # the resolver may not have answered the last look-up in time
         if time.monotonic() >= deadline:
             why = "has not answered" if said is None else f"says: {said.strerror}"
             raise NcclTimeout(f"the host {host!r} of a store is not known: the system's resolver {why}") from said
@@ -186,7 +188,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
                     error.errno, f"a store cannot serve at {where}: that is no address of this machine"
                 ) from error
             raise OSError(error.errno, f"a store cannot serve at {where}: {error.strerror}") from error
-    raise StoreError("unreachable")
+    raise StoreError("not reached: the last attempt returns or raises")
 
 
 def _listen(family: int, address: tuple) -> socket.socket:

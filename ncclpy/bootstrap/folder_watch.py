@@ -13,7 +13,8 @@ IN_MOVED_TO = 0x80
 
 #: File systems of this machine alone: each change is made through this kernel, so inotify reports it.
 LOCAL = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs tmpfs xfs zfs".split())
-#: Seconds between polls of a folder that other machines may change, and, as a safeguard, of one that inotify watches.
+#: Seconds between polls of a folder that inotify does not watch or that other machines may change; and of a local
+#: folder that inotify watches, as a safeguard.
 POLL, SURE = 0.02, 1.0
 
 
@@ -59,8 +60,8 @@ class FolderWatch:
                 except BlockingIOError:
                     pass
         if not self._local:
-            # A network file system may cache for a while that a name is absent; opening the name's folder makes it ask
-            # the server again.
+            # A network file system may cache for a while that a file is absent; opening the folder makes the client
+            # ask the server again.
             os.close(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
 
     def close(self) -> None:

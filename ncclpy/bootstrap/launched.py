@@ -230,7 +230,8 @@ def _launcher_process(launcher: str) -> str:
     pid = os.getpid()
     try:
         while pid > 1:
-            # After the name, which may have any bytes in it: state and parent, and the start time as field 22 of all.
+            # Fields 3 to the end, which follow the name (it may have any bytes in it): the state, the parent, and as
+            # field 22 the start time.
             head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
             fields = tail.split()
             if head.partition("(")[2] in _PARENTS.get(launcher, ()):

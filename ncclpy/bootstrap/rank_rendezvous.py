@@ -1,4 +1,4 @@
-"""Rendezvous of some ranks of a clique in its store: all of them arrive, or all learn which ranks have not.
+"""Rendezvous of ranks of a process group, a Manager or a job in their store: all arrive, or all learn which have not.
 
 Each rank puts its contribution under a key of its own, an ephemeral one where the store has these. The first of the
 ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
@@ -48,14 +48,14 @@ def set_while_alive(store: Store, key: str, value: bytes) -> bool:
 
 
 def listed(brought: list[bytes]) -> bytes:
-    """Return one JSON list of the ranks' contributions, which are JSON; a `combine` of `RankRendezvous.meet`."""
+    """Return one JSON list of the ranks' contributions, each JSON; for use as `combine` of `RankRendezvous.meet`."""
     return b"[" + b",".join(brought) + b"]"
 
 
 def refuse(store: Store, base: str, why: str, failed: bool = False) -> None:
     """Have a rendezvous fail for this reason, unless all have met. The caller need not be one of its ranks.
 
-    The ranks raise `NcclAborted`; `NcclRemoteError` if a rank has `failed`.
+    The ranks raise `NcclAborted`, or `NcclRemoteError` if `failed`: a rank has failed.
     """
     store.compare_set(_outcome_at(base), None, _failed(why, [] if failed else None, _GONE if failed else ""))
 
@@ -117,7 +117,7 @@ class _Lookout:
 
 
 class RankRendezvous:
-    """Hold the rendezvous of one clique's ranks: those of a process group, a Manager or a job.
+    """Hold the rendezvous of one clique, that is, of the ranks of a process group, a Manager or a job.
 
     Parameters
     ----------
@@ -128,8 +128,8 @@ class RankRendezvous:
     rank, size
         This rank's number, and the number of ranks.
     has_made
-        Called with a rank; returns whether the rank has made its `RankRendezvous`. By default each rank records in the
-        store that it has.
+        Called with a rank; returns whether the rank has made its `RankRendezvous`. By default each rank records this
+        in the store.
     also
         More ranks of this process, which arrive together with `rank`.
     is_lost
@@ -187,7 +187,7 @@ class RankRendezvous:
         Parameters
         ----------
         base
-            What the keys of this rendezvous begin with: the same on all of these ranks, and never used before.
+            The prefix of this rendezvous's keys: the same on all of these ranks, and never used before.
         members
             The ranks that meet, this one included.
         what
@@ -253,7 +253,7 @@ class RankRendezvous:
         return combine
 
     def parts(self, base: str, met: bytes, read: Callable[[bytes], _T]) -> list[_T]:
-        """Return the contributions of all ranks, by rank, from the outcome of a rendezvous with `combined`."""
+        """Return the contributions of all ranks, by rank, from what `meet` returned with a `combine` of `combined`."""
 
         def parts(packed: bytes) -> list[_T]:
             found = [read(json.dumps(each).encode()) for each in json.loads(packed)]
@@ -282,7 +282,7 @@ class RankRendezvous:
     def give_up(self, base: str, why: str, failed: bool = False) -> bool:
         """Leave a rendezvous, also one at which this rank has not arrived yet; return whether all had met before that.
 
-        The others raise `NcclAborted`; `NcclRemoteError` if this rank has `failed`.
+        The others raise `NcclAborted`, or `NcclRemoteError` if `failed`: this rank has failed.
         """
         return self._leave(base, why, [] if failed else None, kind=_GONE if failed else "").startswith(_MET)
 
@@ -331,7 +331,8 @@ class RankRendezvous:
     ) -> list[bytes]:
         """Return the values of keys, once all are set; an empty list if the key `instead` is set before.
 
-        The keys are those of ranks, or the outcome, which the rank `first` sets.
+        The keys are those of ranks, or the one of the outcome, which the rank `first` sets. `number` ranks meet: each
+        lengthens a slice of the wait.
         """
         length = _SLICE + number * _SLICE_OF_A_RANK
         lookout = None if self._is_lost is None else _Lookout(self._is_lost)

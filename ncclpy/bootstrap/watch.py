@@ -18,8 +18,8 @@ __all__ = ["Change", "Queue", "Watch"]
 
 log = logging.getLogger("ncclpy")
 
-#: Seconds of one slice of a wait. After its slices the main thread lets Python run signal handlers. Those of other
-#: threads are long: they run no handlers, and closing the watch wakes them.
+#: Seconds of one slice of a wait, in the main thread, which lets Python run signal handlers after each slice, and in
+#: other threads, which run no handlers and are woken when the watch is closed.
 SLICE, LONG_SLICE = 0.1, 10.0
 
 

@@ -302,7 +302,7 @@ cdef class Client:
         return answers
 
     def forget(self, uint64_t number, bint tell=True):
-        """Give up a request or a watch; `tell` has the server give it up too."""
+        """Give up a request or a watch; if `tell`, the server is told to give it up too."""
         if self.made_in != generation():
             return
         with nogil:

@@ -245,9 +245,9 @@ IMPOSSIBLE = {
     "tcp://node0": "with a scheme; write 'node0'",
     " tcp://node0:1/path": "with a blank and a scheme and a path and a port; write 'node0' here and 1 as the port",
     "node0/": "with a path; write 'node0'",
-    "127.0.0.256": "is no address of IPv4, which has four numbers of 0 to 255",
-    "node0:a": "is no address of IPv6, such as '::1', and no name has a colon",
-    "::g": "is no address of IPv6",
+    "127.0.0.256": "is no IPv4 address, which has four numbers from 0 to 255",
+    "node0:a": "has a colon, so it should be an IPv6 address such as '::1', but it is not a valid one",
+    "::g": "so it should be an IPv6 address",
     "a..b": "is no name of a host",
 }
 

@@ -153,7 +153,7 @@ void Client::pass_on() {
   }
 }
 
-// Has the socket wake the connection thread, unless a thread reads it.
+// Has incoming bytes wake the connection thread or, if `reader_waits`, not: then the waiting thread reads them.
 void Client::watch_socket(bool reader_waits) {
   watched_ = !reader_waits;
   connection_thread::watch(this, !reader_waits, !reader_waits && !out_.empty());
@@ -204,8 +204,8 @@ bool Client::read_once(Lock& lock, double until) {
   return signalled;
 }
 
-// How long this process did not run just now, by the ticks that are missing: the connection thread waits for neither
-// the GIL nor a socket, so only a stop keeps it from ticking.
+// How long this process was stopped just now, as missing ticks show: the connection thread waits for neither the GIL
+// nor a socket, so only a stop keeps it from ticking.
 double Client::seconds_stopped() const {
   const double time = now();
   return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);

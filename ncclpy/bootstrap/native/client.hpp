@@ -46,14 +46,15 @@ class Client : public std::enable_shared_from_this<Client> {
   // Waits for an answer, until the time `until` or until a signal arrives.
   Turn wait(uint64_t id, double until);
 
-  // Takes an answer that has arrived, for a watch the next change; false if there is none.
+  // Moves the answer that has arrived (for a watch: its next change) into `answer`. Returns false if there is none.
   bool take(uint64_t id, Answer& answer);
 
-  // Gives up a request: its answer is not wanted any more. `tell` has the server give it up too.
+  // Gives up a request: its answer is not wanted any more. If `tell`, the server is told to give it up too.
   void forget(uint64_t id, bool tell);
 
-  // Starts a publisher, which also publishes when the key `asked` changes; returns the number to end it with, 0 if the
-  // connection is lost. Never waits.
+  // Starts a publisher, which publishes from time to time, and also when the key `asked` changes, by which other
+  // clients ask for a publication. Returns the number that end_publisher() takes, 0 if the connection is lost. Never
+  // waits.
   uint64_t start_publisher(const std::string& asked, Publisher publisher);
 
   // Ends a publisher: it publishes nothing any more when this returns.
@@ -69,8 +70,11 @@ class Client : public std::enable_shared_from_this<Client> {
   // Whether the connection is lost because this process was silent for longer than its lease.
   bool lease_ended();
 
-  // For the connection thread.
+  // Called by the connection thread when bytes have arrived: reads and dispatches them, unless a waiting thread reads.
   void attend();
+  // Called by the connection thread at intervals: sends heartbeats and due values of the publishers, and detects the
+  // server's silence. `time` is now; `away` is the number of seconds by which the tick is late, since the process or
+  // its machine was stopped.
   void tick(double time, double away);
   int fd() const { return fd_.get(); }
   // Seconds between ticks.
@@ -81,7 +85,7 @@ class Client : public std::enable_shared_from_this<Client> {
  private:
   struct Slot {
     std::deque<Answer> answers;
-    bool stream = false;  // of a watch: its first answer is not its last
+    bool stream = false;  // the request is a watch: more answers may follow the first
     Condition* sleeper = nullptr;
   };
 
@@ -108,7 +112,7 @@ class Client : public std::enable_shared_from_this<Client> {
   std::string lost_;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, Slot> slots_;
-  std::map<uint64_t, Publisher> publishers_;  // by the watch of their key `asked`
+  std::map<uint64_t, Publisher> publishers_;  // by the id of the watch of the key `asked`
   std::atomic<bool> has_publishers_{false};   // publishers_ is not empty
   std::unordered_set<Condition*> sleepers_;   // of threads that wait while another reads
   std::string out_;

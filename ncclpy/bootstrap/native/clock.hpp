@@ -16,7 +16,8 @@ inline double now() {
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
-// Milliseconds for poll() to sleep until then, rounded up so that it need not be called again.
+// Milliseconds for poll() to sleep until the time `then`, at most a minute; rounded up, so that poll() does not return
+// just before that time.
 inline int milliseconds_until(double then) {
   const double left = (then - now()) * 1e3;
   return left <= 0 ? 0 : left > 60e3 ? 60000 : static_cast<int>(std::ceil(left));

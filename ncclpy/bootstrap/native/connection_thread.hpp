@@ -1,4 +1,4 @@
-// The connection thread: the thread that serves the connections of a process on which no thread waits.
+// The connection thread, one in a process: it serves the connections of the process on which no other thread waits.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,8 @@ class Client;
 
 namespace connection_thread {
 
-// Returns false where the thread, or what it needs, cannot be made.
+// Has the connection thread serve a connection, until remove(). Returns false if the thread, or what it needs, cannot
+// be made.
 bool add(const std::shared_ptr<Client>& client);
 void remove(Client* client);
 

@@ -42,7 +42,7 @@ enum class Op : uint8_t {
   ping = 14,        //                                  ->
   goodbye = 15,     //                                  -> ; then the server closes
   multi_get = 16,   // microseconds, count, keys        -> number of keys without a value here, and for each key its
-                    //                                     value, or 0: absent, or 1: too long, to be got alone
+                    //                                     value, or 0: absent, or 1: too long, needs a get of its own
   multi_set = 17,   // count, keys each with its value  ->
   // Sent only by the server.
   change = 18,  // key, has?, value
@@ -91,7 +91,7 @@ struct Header {
     std::memset(at + 18, 0, 6);
   }
 
-  // Returns false where these 24 bytes are no header.
+  // Returns false if these 24 bytes are no header.
   bool get(const char* at) {
     length = get_u64(at);
     id = get_u64(at + 8);

@@ -41,10 +41,10 @@ class Table {
   Table(Post& post, size_t max_value, size_t max_answer, size_t capacity)
       : post_(post), max_value_(max_value), max_answer_(max_answer), capacity_(capacity) {}
 
-  // Executes a client's request. False: it is malformed, or a request with its id is pending already.
+  // Executes a client's request. Returns false if it is malformed, or if a request with its id is pending already.
   bool request(uint64_t connection, const Header& header, std::string_view body, double now);
 
-  // A connection has ended, after a goodbye or without one.
+  // Called when a connection has ended, after a goodbye or without one: removes what ends with it.
   void gone(uint64_t connection, bool goodbye);
 
   // Answers and removes the requests that have passed their deadlines.

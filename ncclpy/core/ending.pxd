@@ -27,6 +27,7 @@ cdef class CommCall(Call):
     cdef ncclResult_t result
     cdef char* words  # NCCL's last error message, of the thread that made the call
 
+    # Make the call and wait for it; if the wait ends early, end the call as far as possible. `what` is for errors.
     cdef int run_blocking(self, str what, double limit) except -1
     cdef void _make(self) noexcept nogil
     cdef ncclResult_t _destroy(self) noexcept nogil
@@ -37,5 +38,10 @@ cdef class CommCall(Call):
 
 # Make a call that takes only the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
+
+# Abort a communicator with all that is tied to it; within a group, when the group ends.
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
+
+# Close a communicator, its dependent objects first. One that is still being made is aborted instead, and so is one
+# whose issued operations do not end within `timeout` seconds.
 cdef int close_comm(Handle handle, object timeout) except -1

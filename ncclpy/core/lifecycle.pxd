@@ -1,8 +1,9 @@
 from ncclpy.core.handles.handle cimport Handle
 
 
-# Fill in a new communicator, of a new clique or made from a parent, and make it: now, or when the group of this thread
-# ends. The arguments are those of `Communicator.init`, `split`, ...
+# `init_comm`, `join_comm`, `split_comm`, `shrink_comm` and `grow_comm` fill in a new communicator, their first
+# argument, and make it: now, or when the group that is open in this thread ends. The other arguments are those of the
+# methods `init`, `join`, `split`, `shrink` and `grow` of `Communicator`.
 cdef int init_comm(
     Handle made, object nranks, object rank, object unique_id, object device, object config, object timeout,
     object abortable,
@@ -15,6 +16,7 @@ cdef int join_comm(
 ) except -1
 
 
+# Fill in a communicator for an ncclComm_t that other code owns.
 cdef int take_over_comm(Handle made, object pointer) except -1
 
 
@@ -33,6 +35,7 @@ cdef int grow_comm(
 ) except -1
 
 
+# The communicators of the class methods `init_all`, `from_env` and `from_mpi` of `cls`; and the id of `grow_id`.
 cdef list init_all_comms(object cls, object devices, dict options)
 cdef object comm_from_env(object cls, object device, dict options)
 cdef object comm_from_mpi(object cls, object comm, object device, dict options)

@@ -5,8 +5,9 @@ from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport VectorCollective
 
 
-# The checked number of an operator for a data type, of a root or peer, and the seconds of a deadline. `own_op_code`
-# takes only NCCL's built-in operators, for a layer, named in errors, with communicators that users do not see.
+# Check an argument and return a number: of an operator for a data type (`op_code`, `own_op_code`), of a root or a peer
+# (`root_rank`), or the seconds of a deadline (`limit_of`). `own_op_code` accepts only NCCL's built-in operators: it is
+# for a layer, named in errors, whose communicators users do not see.
 cdef int op_code(Handle comm, object op, const View* view) except -1
 cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1
 cdef int root_rank(int nranks, object root, str argument) except -1

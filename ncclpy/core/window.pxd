@@ -26,6 +26,7 @@ cdef class Registration:
     cdef object __weakref__
 
 
+# Registered ranges of a communicator that stay registered for one user, such as a graph.
 cdef class HeldRanges:
     cdef Handle comm
     cdef long long* numbers
@@ -53,7 +54,8 @@ cdef class Window:
     cdef long long kept  # number by which the communicator keeps `memory`
     cdef object __weakref__
 
-    # Whether the group that makes it has not ended yet; whether the group that is open in this thread uses it.
+    # `is_pending`: whether the group that makes the window has not ended yet. `is_used_by_open_group`: whether the
+    # group that is open in this thread has recorded calls that use the window.
     cdef bint is_pending(self) noexcept
     cdef bint is_used_by_open_group(self) noexcept
     # Raise unless a call on this communicator may use it.

@@ -6,7 +6,8 @@ cdef enum:
     HOST_MEMORY = -1  # CPU memory: only the host engine takes it
     UNKNOWN_DEVICE = -2  # explicit pointers, page-locked memory
 
-# The framework that determines the stream for stream=None by its current stream.
+# How to find the stream for stream=None: as the current stream of the array's framework, which is asked in one of
+# these ways.
 cdef enum:
     NO_FRAMEWORK = 0
     EXCHANGE_API = 1
@@ -34,9 +35,14 @@ cdef class Buffer:
     cdef str type_name  # of a type that is sent as bytes, else None
     cdef readonly object owner
 
+    # Keep the name of a type that is sent as bytes: the table of names may drop it.
     cdef int keep_name(self) except -1
+    # The name of the data type.
     cdef str name(self)
 
 
+# Fill in a view of any object that describes memory; `argument` names the object in errors.
 cdef int read_view(object obj, View* view, str argument) except -1
+
+# Store the stream for stream=None: the framework's current stream, else the legacy default stream.
 cdef int current_stream(const View* view, int device, CUstream* out) except -1

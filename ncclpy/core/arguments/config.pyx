@@ -1,8 +1,8 @@
 """NCCL's tuning options: `Config` for a communicator, `CollConfig` for one collective call.
 
 The classes are plain frozen dataclasses; ``None`` in a field means "NCCL's default". `fill_config` and
-`fill_coll_config` turn one into the newest C struct, initialised as by NCCL's own initialisers. The loaded NCCL would
-silently ignore a field that it does not know, so setting such a field raises here.
+`fill_coll_config` turn an object of these classes into the newest C struct, initialised as by NCCL's own initialisers.
+The loaded NCCL would silently ignore a field that it does not know, so setting such a field raises here.
 """
 
 import dataclasses

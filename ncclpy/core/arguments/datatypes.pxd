@@ -9,8 +9,8 @@ cdef extern from *:
     """
     bint times_overflows "ncclpy_times"(size_t a, size_t b, size_t* out) noexcept nogil
 
-# Flavours: how NCCL's types carry data types that NCCL lacks. From BYTES on each value is one data type that NCCL
-# cannot reduce.
+# Flavours: how NCCL's types carry data types that NCCL lacks. Each value from BYTES on stands for one data type, which
+# NCCL cannot reduce.
 cdef enum:
     REAL = 0
     BOOLEAN = 1  # as uint8
@@ -32,6 +32,9 @@ cdef int* ITEMSIZE
 
 # By numpy's type numbers; the data type is -1 for numbers that do not determine a type, which needs the dtype.
 cdef ElementType* OF_NUMPY
+
+# Fill in the type of a numpy dtype, of a DLPack type, of a torch.dtype, and of what a caller may pass: a `DataType`,
+# its number, a name, or a dtype of numpy or torch. `argument` names the argument in errors.
 cdef int of_dtype(object dtype, ElementType* out, str argument) except -1
 cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument) except -1
 cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument) except -1
@@ -39,6 +42,8 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1
 
 # The name that ranks compare: in all processes the same for equal types.
 cdef str name_of(int datatype, unsigned long long flavour)
+
+# A number as one element of a `DataType`, floats rounded to nearest.
 cdef bytes encoded(object value, object datatype, str argument)
 
 
@@ -49,16 +54,24 @@ cdef inline int as_real(ElementType* out, int datatype, unsigned long long flavo
     return 0
 
 
+# The type for a numpy type number; NULL if the number does not determine it.
 cdef inline const ElementType* of_numpy(int number) noexcept:
     return &OF_NUMPY[number] if 0 <= number < 64 and OF_NUMPY[number].datatype >= 0 else NULL
 
 
+# The native function that reads objects of one type, see abi/tensor_reader.h; `read_by` sets it.
 cdef class Reader:
     cdef ncclpy_tensor_reader read  # or NULL
 
 
+# The Reader of a type, always the same object for the type.
 cdef Reader reader_of(object kind)
+
+# The exchange API of a type, in a version with a known layout; NULL if the type has none.
 cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL
+
+# CPU memory as a numpy array, as a DLPack capsule and (below) in the CUDA array interface: `name` is the data type's,
+# and `owner`, which keeps the memory alive, is kept with it.
 cdef object numpy_view(void* pointer, size_t nbytes, str name, bint readonly, object owner)
 
 
@@ -67,4 +80,5 @@ cdef object dlpack_capsule(
 )
 
 
+# The name of a data type in the CUDA array interface.
 cdef str typestr(str name)

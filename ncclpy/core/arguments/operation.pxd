@@ -80,6 +80,11 @@ cdef inline bint is_pair(int kind) noexcept nogil:
 cdef enum:
     NOT_THERE = -1
 
+# Make the call; return NOT_THERE if the table lacks the function.
 cdef ncclResult_t issue(const Operation* operation) noexcept nogil
+
+# The name of the C function for a kind of operation.
 cdef const char* function_of(int kind) noexcept nogil
+
+# Raise the exception for the result of a failed `issue`.
 cdef int raise_issue(ncclResult_t result, int kind, ncclComm_t comm) except -1 with gil

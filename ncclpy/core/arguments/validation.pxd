@@ -47,7 +47,9 @@ cdef class Extents:
     cdef Extent first, second  # found by `clash`: two overlapping rows, at least one of them written
 
     cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1
+    # Add all memory of an operation on a communicator of `nranks` ranks.
     cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1
+    # Whether the memory that one place writes overlaps memory that another place uses.
     cdef bint clash(self) noexcept
 
 
@@ -133,9 +135,11 @@ cdef class Lowered:
     cdef Operation* operations
     cdef size_t count
 
+    # Append an operation; whatever is no argument is that of `like`: data type, operator, communicator, stream.
     cdef int add(
         self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
     ) except -1
+    # Set the counts of the operations of `rank` with itself to 0: in place, their data are where they belong.
     cdef void empty_self_operations(self, int rank) noexcept
 
 
@@ -155,7 +159,11 @@ cdef object type_name(const View* view)
 cdef size_t elements(const View* view) noexcept nogil
 cdef size_t element_size(const View* view) noexcept nogil
 
-# Single rules. `argument` and `other` name buffers in errors.
+# Single rules, which raise TypeError or ValueError. `argument` and `other` name buffers in errors.
+# `read_on_device` reads a buffer and checks that a rank on `device` can reach it; `writable` that it can receive;
+# `same_type` that two have one type; `fits` that `view` holds `times` times as many elements as `unit`. `op_number`
+# returns the number of NCCL's built-in operator for a data type; `cannot_reduce` returns the error for a type that
+# NCCL cannot reduce.
 cdef int read_on_device(object obj, View* view, str argument, int device) except -1
 cdef int writable(const View* view, str argument) except -1
 cdef int same_type(const View* view, const View* like, str argument, str other) except -1

@@ -398,7 +398,7 @@ cdef int same_type(const View* view, const View* like, str argument, str other) 
 
 
 cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1:
-    """Check that `view` holds `times` as many elements as `unit`."""
+    """Check that `view` holds `times` times as many elements as `unit`."""
     cdef size_t needed
     cdef object one
     if times_overflows(times, unit.count, &needed) or view.count != needed:

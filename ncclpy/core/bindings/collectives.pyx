@@ -3,7 +3,7 @@
 Buffers, communicators and streams are ints, counts are in elements, `datatype` and `op` are ints or members of
 `DataType` and `ReduceOp`. A call queues its work on `stream` and returns before the data are there:
 it returns ``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator, which must then be polled.
-Inside a group a call only records the work; NCCL reports wrong arguments that it finds later when the group ends.
+Inside a group a call only records the work; NCCL may report a wrong argument only when the group ends.
 """
 
 from libc.stdint cimport uintptr_t

@@ -7,16 +7,21 @@ cdef object IN_PROGRESS
 
 
 cdef inline object state(int result):
-    """Return the `Result` of a call that `check` let pass."""
+    """Return the `Result` for the result of a call, for which `check` has raised nothing."""
     return IN_PROGRESS if result == ncclInProgress else SUCCESS
 
 
 cdef class PendingHandle:
     cdef void** cell  # NCCL writes the handle to it, perhaps from a thread of its own
-    cdef bint written_once  # NCCL writes the cell only once, as its last access: once it has a value, it can be freed
+    cdef bint written_once  # NCCL writes the cell once and accesses it no more: a cell with a value can be freed
     cdef readonly object result
 
 
+# A PendingHandle with an empty cell.
 cdef PendingHandle new_pending(bint written_once)
+
+# The `Result` for a code, or the code itself if only a newer NCCL knows it.
 cdef object as_result(int code)
+
+# Copy a `UniqueId`, or its bytes, to `out`.
 cdef int read_unique_id(object value, ncclUniqueId* out) except -1

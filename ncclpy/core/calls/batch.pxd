@@ -19,7 +19,7 @@ cdef struct CallBatch:
     char* steps
     size_t stride
     size_t count
-    PyObject** handles  # each once, in the order of the locks; NULL if the steps are in that order
+    PyObject** handles  # each handle once, in the order in which they are locked; NULL if the steps are in that order
     size_t nhandles
     bint grouped  # between ncclGroupStart and ncclGroupEnd
     bint watched  # the watchdog is told of the calls
@@ -41,8 +41,8 @@ cdef inline Step* step_of(const CallBatch* batch, size_t index) noexcept nogil:
 cdef bint make_calls(CallBatch* batch, double until) noexcept nogil
 # Poll the communicators of calls that have returned ncclInProgress, each until it is done, aborted, or past its limit.
 cdef void poll_calls(CallBatch* batch) noexcept nogil
-# Tell the pre-call hooks of calls that NCCL has issued after they had returned. `poll_calls` does so itself; a caller
-# that waits in another way calls this after the wait.
+# Report to the pre-call hooks operations that NCCL has issued only after the calls had returned. `poll_calls` does so
+# itself; a caller that waits in another way calls this after the wait.
 cdef void record_behind_late_calls(const CallBatch* batch) noexcept nogil
 # Note, for the other ranks, that the data of a communicator's last operation in the batch are there.
 cdef int note_arrival(const CallBatch* batch, Handle handle) except -1

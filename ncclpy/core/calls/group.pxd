@@ -44,22 +44,31 @@ cdef class Group:
     cdef bint is_plan  # the group's end keeps the operations, to be launched later: a plan
     cdef readonly object estimated_time_us
 
+    # Make the recorded calls; a plan keeps them instead.
     cdef int finish(self) except -1
+    # Note that the group has calls on a communicator.
     cdef int note_communicator(self, Handle handle) except -1
+    # Have the group's end wait for a stream with operations on data in CPU memory.
     cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1
+    # Drop the operations from number `mark` on.
     cdef int drop(self, size_t mark) noexcept
+    # Abort a communicator when the group ends, together with the others for which this was called.
     cdef int abort_at_end(self, Handle handle) except -1
+    # Append an operation. Its communicator and buffers are kept at least until the group ends.
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
+    # The communicators and buffers that the operations keep alive.
     cdef list kept_objects(self)
+    # Whether a recorded operation has this object as its receive buffer.
     cdef bint writes_to(self, object recv) noexcept
 
 
-# The outermost group of the calling thread: a borrowed reference, or NULL; or an object, or None.
+# The outermost group of the calling thread: `open_group` returns a borrowed reference or NULL, `current_group` an
+# object or None.
 cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
 
-# Raise unless NCCL takes the communicators in one group. `newborn`: ids of communicators that are not made yet, or
-# None.
+# Raise if a communicator cannot be used, or if NCCL does not accept these communicators in one group. `newborn`: the
+# id() of communicators that are not made yet, or None.
 cdef int check_together(list handles, set newborn) except -1
 
 # Raise unless a group's operations can run at the same time: no operation uses memory that another one writes.

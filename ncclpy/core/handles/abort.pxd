@@ -34,6 +34,8 @@ cdef double ABORT_DEADLINE
 
 # Run Python's signal handlers, which may abort the communicator for which this very thread waits.
 cdef int run_handlers() except -1
+
+# Abort communicators together, in a thread that is left behind if it does not return within `timeout` seconds.
 cdef int abort_handles(list handles, double timeout, object reason) except -1
 
 # The two halves of `abort_handles`: `begin_abort` returns the threads that abort.
@@ -42,6 +44,8 @@ cdef int end_abort(list threads, double timeout, object reason) except -1
 
 # Abort because a wait was ended by `error`, which the caller raises; failures of the abort are attached to `error`.
 cdef int abort_and_report(list handles, object reason, object error) except -1
+
+# Do `end_abort` with the default timeout, and attach its failure to `error` instead of raising it.
 cdef int end_quietly(list threads, object reason, object error) except -1
 
 # Begin an abort where another exception is raised to the caller; failures to begin are dropped.

@@ -277,8 +277,8 @@ cdef int explain_and_report(list handles, object error, bint wait=*) except -1
 # Take a lock, trying until `until`; return whether it was taken.
 cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil
 
-# The handles in the order in which every thread takes their locks. The array is for `free`; the caller keeps the
-# handles in it alive.
+# The handles in the order in which every thread takes their locks. The caller frees the array, and keeps the handles
+# in it alive.
 cdef PyObject** in_lock_order(list handles) except NULL
 
 # Add `by` to `Handle.waiters` for each (handle, ...): 1 before the calls that are waited for are made, -1 when the

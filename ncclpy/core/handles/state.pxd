@@ -5,7 +5,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclConfig_t, ncclResult_t
 from ncclpy.core.arguments.operation cimport InitArgs, Operation
 
 
-# States of a communicator. Only READY takes operations without a further check.
+# States of a communicator. Only in READY may operations be called without a further check.
 cdef enum:
     READY = 0
     DEFERRED = 1  # the init call was not made yet, for example as its group has not ended, or has not returned
@@ -57,6 +57,7 @@ cdef class InitState:
     cdef bint nccl_may_write  # NCCL may still write to `new_comm`
     cdef int stage
 
+    # Fill in the configurations. `blocking`: whether the communicator blocks; None leaves that to NCCL.
     cdef int fill(self, object config, bint guarded, object blocking) except -1
     # Start the split of the guard; do not wait for its result.
     cdef void start_guard_split(self, ncclComm_t guard) noexcept nogil
@@ -172,7 +173,8 @@ cdef class Registrations:
     cdef ncclResult_t release(self, ncclComm_t comm, long long number, bint* gone) noexcept nogil
     # Move all ranges out, for `deregister_all`.
     cdef Range* take_all(self, size_t* count) noexcept nogil
-    # Add a user to each range that contains one of the addresses; return the ranges' numbers, an array for `free`.
+    # Add a user to each range that contains one of the addresses; return the ranges' numbers, in an array that the
+    # caller frees.
     cdef long long* hold(self, const uintptr_t* addresses, size_t naddresses, size_t* held) noexcept nogil
 
     cdef Range* _range_of(self, uintptr_t begin, uintptr_t end) noexcept nogil

@@ -28,10 +28,11 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
 cdef int end_wait(Waiting* waiting) except -1
 
-# Raise if another rank of this process was aborted: before a call that waits, and before its data are handed out.
+# Raise if another rank of this process was aborted. Called before a call that waits, and again before the call's data
+# are handed out.
 cdef int raise_if_fenced(Handle handle, const char* what) except -1
 
-# Undo what `begin_wait` has noted in the handle: always, before the memory of `waiting` is released.
+# Undo what `begin_wait` has noted in the handle. It must always be called before the memory of `waiting` is released.
 cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
 
 # Refuse a wait in a signal handler that has interrupted a wait for the same communicator.

@@ -499,7 +499,7 @@ cdef extern from *:
 
     /* Installs our handler of SIGINT before the present one, unless it is installed already. */
     static void ncclpy_note_sigint(void) {
-      /* Python's handler, the only one that is replaced: another may call ours, which would call that one again. */
+      /* Python's handler. Only this one is replaced: another handler may call ours, which would call it again. */
       static void (*python)(int) = NULL;
       struct sigaction current, ours;
       if (sigaction(SIGINT, NULL, &current) != 0) return;

@@ -7,13 +7,27 @@ cdef CUstreamCaptureMode relax() noexcept nogil
 cdef void restore(CUstreamCaptureMode mode) noexcept nogil
 
 
+# The calling thread's current device; 0 if it has no context.
 cdef int current_device() except -2
+
+# The primary context of a device, retained on first use.
 cdef CUcontext context_of(int ordinal) except NULL
+
+# The number of devices; the driver is asked only once.
 cdef int known_devices() except -1
+
+# The ordinal that an object stands for; None is the current device.
 cdef int as_device(object device) except -2
+
+# Make a device current; `leave_device` restores the previous context, which `enter_device` returns (it may be NULL).
 cdef CUcontext enter_device(int ordinal) except? NULL
 cdef int leave_device(CUcontext saved) except -1
+
+# Make a device current in a thread that has none, for a call of NCCL. If `lend_device` returns True,
+# `take_device_back` must leave the thread without a device again.
 cdef bint lend_device(int ordinal) noexcept nogil
 cdef void take_device_back() noexcept nogil
+
+# As `enter_device` and `leave_device`, without the GIL. `switch_device` returns whether the device is current.
 cdef bint switch_device(int ordinal, CUcontext* saved) noexcept nogil
 cdef void switch_back(CUcontext saved) noexcept nogil

@@ -2,6 +2,7 @@ from ncclpy.abi.driver cimport CUDA_SUCCESS, CUevent, CUresult, CUstream, ncclpy
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclWindow_t, ncclpy_nccl_table
 
 
+# Return which ranks have arrived and which are missing, for an error text; "" on NCCL, and if no rank is awaited.
 cdef str missing_ranks(ncclComm_t comm)
 
 # Warn of NCCL variables in the process's environment that override the configuration which a guard needs.
@@ -23,21 +24,23 @@ cdef bint host_engine
 # communicator while those threads use it.
 cdef bint abort_preempts
 
-# The host engine's wait for a stream: the waiting thread runs the stream's work, and calls the given function now and
-# then. `event_help` is cuEventQuery, but first runs the work before the event, for at most the given seconds. Both are
+# `stream_wait` is the host engine's wait for a stream: the waiting thread runs the stream's work, and from time to time
+# calls the given function, which returns the seconds until its next call, or a negative number to end the wait.
+# `event_help` is cuEventQuery, but first runs the work before the event, for at most the given seconds. Both are
 # NULL on GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
 ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
 cdef EventHelp event_help
 
-# Of the host engine: `event_tell` has the engine call `tell` when an event is ready; `event_await` sleeps until an
-# event is ready, for at most the given seconds.
+# Only of the host engine, else NULL. `event_tell` has the engine call `tell(argument)` once when an event is ready; it
+# returns CUDA_SUCCESS, and calls nothing, if the event is ready already. `event_await` sleeps until an event is ready,
+# for at most the given seconds.
 ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
 cdef EventHelp event_await
 
-# Only of the host engine, else NULL: writes which ranks have not joined the call for which a communicator waits.
+# Only of the host engine, else NULL: writes which ranks have not joined the call in which a communicator waits.
 cdef size_t (*host_missing_ranks)(ncclComm_t, char*, size_t) noexcept nogil
 
 # Only of the host engine. `host_hold_window` keeps the memory that `ncclGetPeerDevicePointer` returns for a rank
@@ -45,8 +48,12 @@ cdef size_t (*host_missing_ranks)(ncclComm_t, char*, size_t) noexcept nogil
 # releases what it has returned, in any thread.
 cdef void* (*host_hold_window)(ncclWindow_t, int) noexcept nogil
 cdef void (*host_let_window_go)(void*) noexcept nogil
+
+# The NCCL_VERSION_CODE of the library, which is loaded on first use.
 cdef int version_code() except -1
+# Load the library on first use; raise if it lacks the function `name`.
 cdef int missing_nccl(const char* name) except -1
+# Load the driver on first use, and fill its table.
 cdef int load_driver() except -1
 
 
@@ -68,12 +75,18 @@ cdef inline int require_driver() except -1:
 cdef int check_process() except -1
 
 
+# Raise the exception for `result`, with NCCL's last error message.
 cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil
 
-# A copy, for `free`, of NCCL's message for an error that was just returned to this thread; NULL if `result` is no NCCL
-# error.
+# A copy, which the caller frees, of NCCL's message for an error that was just returned to this thread; NULL if
+# `result` is no NCCL error.
 cdef char* copy_last_error(ncclResult_t result) noexcept nogil
+
+# The exception for a result code. `last_error` is ncclGetLastError's text when the code was returned; `during` is what
+# failed, if `function` has only reported the failure of something else.
 cdef object nccl_error(ncclResult_t result, const char* function, const char* last_error, object during=*)
+
+# The exception for a failed call of the CUDA driver.
 cdef object driver_error(CUresult result, const char* function)
 cdef int raise_driver(CUresult result, const char* function) except -1 with gil
 

@@ -4,8 +4,9 @@
 configuration file may set them as well: NCCL then puts them into the C environment when it first reads the file,
 without an update of `os.environ`. So ncclpy reads the C environment, and reads it again after a guard was made. An
 environment plugin of NCCL may set them without changing even the C environment. Then ncclpy notices
-NCCL_COMM_BLOCKING=0 when a call that should block returns ncclInProgress. It does not notice the other overrides: with
-NCCL_COMM_BLOCKING=1 the init call of a guard returns success, but so does one that NCCL has completed at once.
+NCCL_COMM_BLOCKING=0 when a call that should block returns ncclInProgress. It cannot notice the other overrides by a
+plugin: with NCCL_COMM_BLOCKING=1 the init call of a guard returns success, but so does a nonblocking one that NCCL has
+completed at once.
 
 Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol is taken
 from that handle, so that no communicator is used through two libraries. The driver's symbols are taken from the same
@@ -48,7 +49,7 @@ cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 cdef dict _EFFECTS = {
     (_BLOCKING, 1): (
         "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where it cannot "
-        "be ended: a deadline or Ctrl-C leaves it behind. What runs on a communicator that is made can still be ended"
+        "be ended: a deadline or Ctrl-C leaves it behind. Operations on a communicator that exists can still be ended"
     ),
     (_BLOCKING, 0): (
         "a communicator's calls now go through a thread of NCCL's, which makes each slower by tens of microseconds, "
@@ -110,7 +111,8 @@ cdef extern from *:
     #include "nccl_abi.h"
     #include "driver_abi.h"
 
-    /* One row per function, made from the X-macros: the offset of its pointer in the table; its first NCCL version. */
+    /* One row per function, made from the X-macros: its name, the offset of its pointer in the table, and the first
+       NCCL version that has it. */
     typedef struct { const char* name; size_t offset; int version; } ncclpy_symbol;
 
     #define NCCLPY_ROW(version, ret, name, params) {#name, offsetof(ncclpy_nccl_table, name), version},
@@ -158,7 +160,7 @@ debug_locks = DEBUG_LOCKS
 
 
 cdef class PythonLock:
-    """A lock of `threading`, which releases the GIL while it waits, with its place in the order of all locks."""
+    """A lock of `threading`, which releases the GIL while a thread waits, and its place in the order of all locks."""
 
     cdef object lock
     cdef ncclpy_lock place
@@ -221,7 +223,7 @@ class Library:
         return any(row == name for row, _, present in _rows() if present)
 
     def missing(self):
-        """Return ``{symbol: first NCCL version that has it}`` for every host function that this library lacks."""
+        """Return ``{symbol: first NCCL version that has it}`` for the functions of NCCL that this library lacks."""
         return {row.decode(): decode_version(since) for row, since, present in _rows() if not present}
 
     def __repr__(self):
@@ -280,6 +282,7 @@ def loaded():
 
 
 cdef int check_process() except -1:
+    # Any entry of the table would do: a fork empties all of them.
     if driver.cuEventRecord == NULL and _library is not None:
         require_driver()
     return 0
@@ -426,7 +429,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         _mark_loaded()
         if dlsym(handle, b"cuInit") != NULL:
             _fill_driver(handle)
-        # Last: another thread makes the call as soon as it finds an entry.
+        # NCCL's table is filled last: another thread calls a function as soon as it finds its entry.
         _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
         return Library(engine, loaded, f"{why}; chosen by {origin}", decode_version(code))
     raise LibraryNotFound(f"{failed}. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)

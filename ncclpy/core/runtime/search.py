@@ -1,7 +1,7 @@
 """Where a library may be: the host engine in this package, libnccl on the machine.
 
-This module does not open NCCL for use; `library` does, once. Places are tried in the order of the list, and each is
-named in the message of `LibraryNotFound`.
+This module does not open NCCL for use; `library` does, once. It tries the places in the order in which `candidates`
+lists them, and the message of `LibraryNotFound` names each.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@ from ncclpy.abi.driver cimport CUevent, CUstream
 from ncclpy.core.runtime.wait cimport Call
 
 
+# The handle of a stream: of an int, a `Stream`, or an object of another library. `as_stream_of` raises if an ncclpy
+# `Stream` is not on `device`; for other objects the device is not known.
 cdef CUstream as_stream(object stream) except? NULL
 cdef CUstream as_stream_of(object stream, int device) except? NULL
 
@@ -29,6 +31,7 @@ cdef class DeviceWait(Call):
     cdef int device
 
 
+# The `Stream` object of a handle; None if ncclpy has not made the stream.
 cdef Stream owner_of(CUstream raw)
 
 # Whether a stream is being captured into a graph; raises if the capture was invalidated.

@@ -21,9 +21,9 @@ _clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
 )
 
-#: By the ident of a thread: the errors that are set in it and not raised yet. Each has with it the thread, as Python
-#: reuses idents, and the threads that have been told of the same failure. CPython holds only one exception for a
-#: thread, which stands for all of these, see `_raised_as`. Under the lock.
+#: By the ident of a thread: the errors that are set in it and not raised yet. With each error are kept the thread
+#: itself, as Python reuses idents, and the threads that have been told of the same failure. CPython holds only one
+#: exception for a thread, which stands for all of these errors, see `_raised_as`. Under the lock.
 _pending: dict[int, list[tuple[threading.Thread, set[int], BaseException]]] = {}
 
 #: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.

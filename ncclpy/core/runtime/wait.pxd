@@ -8,8 +8,12 @@ cdef double FOREVER
 # Seconds of a wait between two checks for signals.
 cdef double SLICE
 
+# The monotonic clock in seconds; `coarse_now` may be some milliseconds late, at a quarter of the cost.
 cdef double now() noexcept nogil
 cdef double coarse_now() noexcept nogil
+
+# A caller's timeout in seconds, FOREVER for None; and the moment at which a wait of `timeout` seconds that starts now
+# is over.
 cdef double as_timeout(object timeout) except? -2.0
 cdef double deadline_after(double timeout) noexcept nogil
 
@@ -20,6 +24,8 @@ cdef void pause(double waited) noexcept nogil
 # which the host engine can only do once the operation that runs on the stream has ended.
 ctypedef double (*Tick)(void*) noexcept nogil
 cdef double LEAVE
+
+# Wait until a stream has run dry; `tick(argument)` may end the wait.
 cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept nogil
 
 # A wait of a communicator for a stream: the argument of its tick.

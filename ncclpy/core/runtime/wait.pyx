@@ -1,7 +1,7 @@
 """Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
 
-Every wait of the package can be ended so. The CPU polls in slices, between which signal handlers run; a call of NCCL
-that can block for long is made in a thread of its own, for which the caller waits.
+Every wait of the package can be ended in these ways. The CPU polls in slices, between which signal handlers run; a
+call of NCCL that can block for long is made in a thread of its own, for which the caller waits.
 """
 
 import _thread

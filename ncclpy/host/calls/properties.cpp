@@ -54,7 +54,7 @@ ncclTeam_t world_team(const Comm& comm) { return {comm.nranks, comm.rank, 1}; }
 
 ncclTeam_t single_team(const Comm&) { return {1, 0, 1}; }
 
-// A team has every stride-th rank around its member `team.rank`, which is the caller.
+// A team consists of every stride-th rank of the communicator; the caller is its member `team.rank`.
 int rank_in_world(ncclComm_t handle, const char* function, ncclTeam_t team, int rank) {
   int found = -1;
   guarded(function, [&] {
@@ -91,7 +91,7 @@ int ncclTeamRankToWorld(ncclComm_t comm, ncclTeam_t team, int rank) {
   return rank_in_world(comm, "ncclTeamRankToWorld", team, rank);
 }
 
-// The team of load and store has all ranks.
+// The team for load and store (LSA) consists of all ranks.
 int ncclTeamRankToLsa(ncclComm_t comm, ncclTeam_t team, int rank) {
   return rank_in_world(comm, "ncclTeamRankToLsa", team, rank);
 }

@@ -33,7 +33,8 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
 // Finds a window of any communicator, or returns nullptr: the callers are not given a communicator.
 std::shared_ptr<Window> window_behind(ncclWindow_t handle);
 
-// Returns when no rank of this process writes into this rank's parts, now or later.
+// Keeps the other ranks of this process from writing into this rank's parts of windows, and returns when none still
+// does.
 void close_parts(Comm& comm);
 
 // Whether the memory lies in a symmetric window of the communicator.

@@ -64,7 +64,8 @@ std::string relative_to(uint64_t call, uint64_t awaited) {
   return kind_name(call) + ", " + std::to_string(std::abs(apart)) + (apart < 0 ? " before" : " after") + " this one";
 }
 
-// For a rank of this process that is in no call of the communicator: the call that its device is in on another one.
+// For a rank of this process that is in no call of this communicator: the call of another communicator in which its
+// device is blocked.
 std::string blocked_elsewhere(Segment& segment, int rank) {
   if (!segment.is_local(rank)) return {};
   for (const auto& comm : all_comms()) {

@@ -49,7 +49,7 @@ CUresult add_step(Stream& stream, Step step) {
   return CUDA_SUCCESS;
 }
 
-// As driver_call, for a body that takes the Stream& behind a handle.
+// As driver_call, for a body that takes the Stream& of a handle.
 template <class Body>
 CUresult stream_call(CUstream handle, Body body) noexcept {
   return driver_call([&]() -> CUresult {

@@ -78,8 +78,10 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
 // The last nodes of a capturing stream, for an event.
 CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::vector<std::size_t>* nodes);
 
-// Invalidates a capture, if it is still in progress.
+// Invalidates a capture; it may have ended already.
 void invalidate_capture(const std::shared_ptr<Capture>& capture);
+// The next four functions check whether a call is permitted now: they return CUDA_SUCCESS or the error for the call.
+//
 // For a call that is not permitted on a capturing stream: invalidates the capture.
 CUresult forbid_capture(Stream& stream);
 // For a call that would wait for capturing streams of a device: invalidates their captures.

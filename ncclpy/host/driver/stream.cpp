@@ -83,9 +83,9 @@ std::atomic<int> spinning{0};
 const int may_spin = static_cast<int>(std::thread::hardware_concurrency() / 2);
 constexpr int most_spins = 400;
 
-// a wait is prompt if at most this many tasks were queued since the last one
+// a wait is prompt if at most this many tasks were queued since the previous wait
 constexpr std::uint64_t prompt_tasks = 4;
-// upper limit of the waits that make a stream lazy; each mistake doubles their number
+// upper limit of the number of prompt waits in a row that make a stream lazy; each mistake doubles that number
 constexpr int max_prompt_waits = 512;
 constexpr std::chrono::microseconds sweep_every{300};
 

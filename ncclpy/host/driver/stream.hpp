@@ -9,7 +9,7 @@
 // to run it. Such a stream is lazy: it gets no worker, and a sweeper checks a little later whether the caller has
 // waited after all. A task that is not waited for promptly makes the stream eager again.
 //
-// A caller that cannot wait until the end may help with interruptible tasks: those that wait for nothing, or that a
+// A caller whose wait has a time limit helps with interruptible tasks only: those that wait for nothing, or that a
 // thread can suspend in the middle. A worker resumes a suspended task by calling it again.
 //
 // A task may block for any time: it delays only its own stream and what waits for that stream. A task must not throw,
@@ -125,10 +125,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::uint64_t legacy_awaited_ = 0;           // the last task of the legacy stream that this stream waits for
   int waiting_ = 0;                            // number of threads that sleep on progress_
   std::vector<CompletionCallback> callbacks_;
-  bool has_worker_ = false;                    // a worker is here, or is being woken
+  bool has_worker_ = false;                    // a worker runs this stream's tasks, or is being woken for them
   std::uint64_t last_uninterruptible_ = 0;     // number of the last task that is not interruptible
   bool lazy_ = false;
-  std::uint64_t awaited_number_ = 0;           // last task that was waited for when it was the queue's last
+  std::uint64_t awaited_number_ = 0;           // the last awaited task that was the queue's last as its wait began
   int prompt_waits_ = 0;                       // prompt waits in a row, each for the last task of the queue
   int prompt_waits_needed_ = 8;                // as many prompt waits in a row make the stream lazy
   bool swept_ = false;                         // the sweeper has this stream on its list

@@ -1,5 +1,6 @@
-// A move-only function without arguments, as streams queue it. Small functions are stored in place, so that queueing a
-// copy, an event or a callback allocates nothing; unlike std::function, a task may own what cannot be copied.
+// An element of a stream's queue: a move-only function without arguments. Small functions are stored in place, so that
+// queueing a copy, an event or a callback allocates nothing; unlike std::function, a task may own what cannot be
+// copied.
 //
 // A task whose function returns false was suspended by a thread with a time limit (WaitControl), and must be called
 // again. Such a thread runs interruptible tasks only.

@@ -11,7 +11,9 @@ namespace ncclpy::host {
 // Waits for an abort or a revoke: until then a stream hangs at an operation that cannot complete, since a rank is dead
 // or the ranks do not agree. Returns false if the thread must leave the wait.
 bool hang_until_released(Comm& comm);
+// Records in the segment that this rank does not execute these operations.
 void abandon_operations(Comm& comm, const Operation* operations, size_t count);
+// Records in the segment that this rank does not send (`sends`) or receive `count` messages to or from `peer`.
 void abandon_messages(Comm& comm, int peer, bool sends, size_t count);
 
 }  // namespace ncclpy::host

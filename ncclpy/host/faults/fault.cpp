@@ -28,8 +28,8 @@ struct Plan {
   std::string broken;  // why the environment's plan could not be parsed
   std::vector<Rule> rules;
   Mutex<NCCLPY_LOCK_FAULTS> mutex;                  // guards the fields below
-  std::map<std::pair<size_t, int>, uint64_t> seen;  // by rule and rank
-  // of random rules: by call, moment and rank
+  std::map<std::pair<size_t, int>, uint64_t> seen;  // by rule and rank: how often the rule has matched
+  // by call, moment and rank: how often this site was reached, for random rules
   std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;
   std::string fired;
   std::vector<bool> has_fired;  // by rule
@@ -68,8 +68,8 @@ __attribute__((constructor)) void read_environment() {
   if (parse_plan(text, &next->rules) != ncclSuccess) next->broken = "NCCLPY_FAULTS: " + last_error();
   set_last_error("");
   if (next->broken.empty() && next->rules.empty()) return;
-  // Without the mutex: the library is being loaded, and the loading thread may hold a lock under which none may be
-  // taken.
+  // Without the mutex: the library is being loaded, and the loading thread may hold a lock under which no other lock
+  // may be taken.
   in_force().plan = std::move(next);
   faults_planned.store(true);
 }

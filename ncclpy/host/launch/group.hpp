@@ -18,15 +18,15 @@ namespace ncclpy::host {
 
 struct Job {
   std::shared_ptr<Comm> comm;         // if nonblocking, in progress until the job is done
-  std::function<ncclResult_t()> run;  // may block; its last_error() is kept
+  std::function<ncclResult_t()> run;  // may block; the text that it leaves in last_error() is kept with its result
   std::function<void()> drop;         // called if the group fails before the job runs; may be empty
-  bool destroys = false;              // ncclCommDestroy always waits
+  bool destroys = false;              // of ncclCommDestroy: the group's end waits for it even if nonblocking
 };
 
 void group_start();
 // With `simulation`, the outermost end launches nothing and writes the estimated duration.
 ncclResult_t group_end(ncclSimInfo_t* simulation = nullptr);
-// Makes an error of a call inside a group the group's error; returns `result`.
+// If a group is open and `result` is an error, the group fails with it. Returns `result`.
 ncclResult_t note_group_error(ncclResult_t result);
 
 ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation);

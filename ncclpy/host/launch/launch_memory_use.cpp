@@ -10,7 +10,7 @@ namespace {
 
 std::string rank_text(const Comm& comm) { return "rank " + std::to_string(comm.rank) + " of " + comm.title(); }
 
-// The number of blocks of `count` elements in the operation's buffer.
+// The number of blocks of `count` elements in the operation's send buffer, and in its receive buffer.
 size_t blocks_sent(const Operation& operation, int nranks) {
   return operation.kind == Operation::collective ? blocks_sent(operation.collective_kind, nranks) : 1;
 }

@@ -15,8 +15,8 @@ namespace ncclpy::host {
 // The reduction operators; PreMulSum multiplies input k by scalars[k] first.
 enum class Operator : uint32_t { sum, prod, max, min, avg, premulsum };
 
-// One reduction of `count` elements of two or more inputs; avg and premulsum also take one. `scalars` (bits of the
-// data type, one for each rank) is read for premulsum only.
+// One reduction of `count` elements of two or more inputs; for avg and premulsum, one input is enough. `scalars` (bits
+// of the data type, one for each rank) is read for premulsum only.
 struct Reduction {
   ncclDataType_t dtype;
   Operator op;

@@ -63,8 +63,12 @@ bool finds_disagreement(Comm& comm);
 // `ended` if the ranks do not agree.
 WaitResult await_all_passed(Comm& comm);
 
+// In the functions below, `place` is the index of the collective's records: each rank's record is record(place) of its
+// slot (segment.hpp).
+
 // Inline collectives: each rank leaves its contribution in the segment beside its record, so a second rendezvous is
-// not needed. inline_contribution_bytes is one rank's contribution.
+// not needed. inline_contribution_bytes is the size of one rank's contribution. write_inline writes the contribution;
+// prefetch_inline fetches the cache lines to which a contribution of `bytes` at `place` will be written.
 bool is_inline(Collective kind, ncclDataType_t dtype, size_t count, int nranks);
 size_t inline_contribution_bytes(const Comm& comm, const Operation& operation);
 void write_inline(Comm& comm, const Record& record, int place, size_t bytes);

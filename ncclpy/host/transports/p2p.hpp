@@ -34,7 +34,7 @@ class Messages {
     size_t done = 0;
     bool started = false;    // offered; or, of a message received in pieces, some have arrived
     bool offers = false;     // of a send: offers its buffer instead of copying it in pieces
-    uint64_t idle_state = never;  // the channel's state before the offer, 4k in p2p.cpp
+    uint64_t idle_state = never;  // the channel's state before the offer, a multiple of 4 (see p2p.cpp)
   };
   // The messages with one peer in one direction.
   struct PeerQueue {

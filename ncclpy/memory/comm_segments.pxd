@@ -15,13 +15,15 @@ cdef class HookKeeper:
     cdef bint has_left
     cdef tuple sort_key  # gives the same order on all ranks, as far as their communicators have names
 
+    # Deregister what can leave, unless a thread holds the communicator's lock until `until`; note its end.
     cdef int visit(self, Handle handle, double until) except -1
     cdef void _leave(self) noexcept nogil
 
 
-# Have communicators take part, present and future.
+# Have all communicators, present and future, take part in the registry.
 cdef int open_registry() except -1
-# Add memory that others allocate, for its communicators to register. check_added() raises if it was not added.
+# Add memory that others allocate, for the communicators of its device to register. check_added() raises if it was not
+# added.
 cdef int add_foreign(uintptr_t base, size_t nbytes, int device) except -1
 cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, size_t other_bytes) except -1
 # Take memory of ncclpy's own away: it is freed once nothing can use it any more. With or without the GIL, in any
@@ -33,8 +35,10 @@ cdef int remove_foreign(uintptr_t base, object callback) except -1
 # Free segments without holders.
 cdef void free_some() noexcept nogil
 
-# Deregister at each communicator, in their order, what can leave it, and free segments without holders.
+# Deregister what can leave each communicator, in the order of `sort_key`, and free segments without holders.
+# `patience` is how many seconds this waits for each communicator's lock.
 cdef int visit_all(double patience) except -1
+# Wake the reaper, the thread that calls `visit_all` until all that is to leave has left.
 cdef void wake_reaper() noexcept nogil
 # Called by a thread without the GIL that is about to abort communicators, or has: the reaper marks them as aborted.
 cdef void report_endings() noexcept nogil

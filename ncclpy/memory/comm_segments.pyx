@@ -169,7 +169,7 @@ cdef class HookKeeper:
             self.let_go(handle)  # left to the communicator's own end, which follows
 
     def let_go(self, Handle handle):
-        """Release the segments when the communicator has ended; it is kept until then, even if unreferenced."""
+        """Release the segments when the communicator has ended; until then keep it, even if it is unreferenced."""
         if not self.has_left and handle not in _ending:
             _ending.append(handle)
             sem_post(&_reaper_wakeups)
@@ -356,7 +356,7 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
 
 
 cdef int visit_all(double patience) except -1:
-    """Deregister at each communicator, in their order, what can leave it, and free segments without holders."""
+    """Deregister what can leave each communicator, in the order of their keys; free segments without holders."""
     cdef HookKeeper hook_keeper
     cdef Handle handle
     if _endings_noted != _endings:

@@ -1,4 +1,4 @@
-// Segments: memory that is registered on each communicator of its device, and how it leaves them again.
+// Segments: memory that is registered on each communicator of its device, and how a segment is taken away again.
 //
 // Allocators add and remove segments, perhaps without the GIL and under a lock for which a thread that is in a call on
 // a communicator may be waiting. So nothing here waits for a communicator. A new segment is put into the

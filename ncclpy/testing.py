@@ -122,7 +122,7 @@ def run_ranks(
         If ranks are not done in time. The message says where each of them is. Threads cannot be ended and are left
         behind; processes are killed.
     RuntimeError
-        If the process of a rank outside `killed` dies, or a rank in it returns.
+        If the process of a rank outside `killed` dies, or if a rank in `killed` returns.
     """
     if (env or killed) and not processes:
         raise ValueError("env and killed are for processes of their own: pass processes=True")

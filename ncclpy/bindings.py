@@ -17,15 +17,15 @@ count, sendcount, recvcount
 datatype, op
     A `DataType`; a `ReduceOp` or what `red_op_create_pre_mul_sum` returned.
 root, peer, lsa_rank, peer_cft
-    A rank: where data start or end; the other side; one of a team.
+    A rank: the one where data start or end; the other side of a transfer; one of a team.
 stream
     The CUDA stream that the work is enqueued on; 0 is the legacy default stream.
 config
     A `Config` for communicators, a `CollConfig` for one collective; None takes NCCL's defaults.
 handle, window, dev_comm
-    What an earlier call gave for a registration or a parameter, for a window, for a device communicator.
+    What an earlier call has returned for a registration or a parameter, for a window, for a device communicator.
 flags, ctx, sig_idx
-    Bits of which NCCL has defined none yet, so 0; the context and the index of a signal, 0 as well.
+    Flags, 0 unless the function names some; the context and the index of a signal, both from 0.
 
 Nothing is checked beyond the Python types: a wrong address crashes the process, as in C. `ncclpy.Communicator` is the
 comfortable way to the same functions.

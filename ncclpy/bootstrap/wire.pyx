@@ -78,7 +78,7 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
     cdef cppclass Publisher:
         Publisher(string, string, const Source&) except +
 
-    cdef enum class Turn "ncclpy::store::Client::Turn":
+    cdef enum class WaitResult "ncclpy::store::Client::WaitResult":
         answered
         waiting
         lost
@@ -87,7 +87,7 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         NativeClient(int, double, size_t) except +
         cbool start() except +
         uint64_t submit(Op, string_view) except +
-        Turn wait(uint64_t, double) except +
+        WaitResult wait(uint64_t, double) except +
         cbool take(uint64_t, Answer&) except +
         void forget(uint64_t, cbool) except +
         uint64_t start_publisher(const string&, Publisher) except +
@@ -236,10 +236,10 @@ cdef class Client:
         if self.made_in != generation():
             raise self.loss()
         cdef double until = min(deadline, now() + self.slice())
-        cdef Turn turn
+        cdef WaitResult outcome
         with nogil:
-            turn = self.client.get().wait(number, until)
-        return self.answer(number, turn, deadline)
+            outcome = self.client.get().wait(number, until)
+        return self.answer(number, outcome, deadline)
 
     def call(self, int op, tuple fields not None, double deadline):
         """Send a request and wait for its answer; None at the deadline, when the request is cancelled."""
@@ -247,17 +247,17 @@ cdef class Client:
             raise self.loss()
         cdef Writer out
         cdef uint64_t number
-        cdef Turn turn = Turn.lost
+        cdef WaitResult outcome = WaitResult.lost
         cdef double until = min(deadline, now() + self.slice())
         encode(out, fields)
         with nogil:  # one block for both calls: between two blocks the thread would wait for the GIL
             number = self.client.get().submit(<Op>op, string_view(out.body.data(), out.body.size()))
             if number:
-                turn = self.client.get().wait(number, until)
+                outcome = self.client.get().wait(number, until)
         if not number:
             raise self.loss()
         try:
-            answer = self.answer(number, turn, deadline)
+            answer = self.answer(number, outcome, deadline)
         except BaseException:
             self.forget(number)
             raise
@@ -268,21 +268,21 @@ cdef class Client:
     cdef double slice(self):
         return SLICE if PyThread_get_thread_ident() == self.main_thread else LONG_SLICE
 
-    cdef answer(self, uint64_t number, Turn turn, double deadline):
+    cdef answer(self, uint64_t number, WaitResult outcome, double deadline):
         """Take an answer after the first slice of waiting; wait further slices for it until the deadline."""
         cdef Answer answer
         cdef double until
         while True:
-            if turn == Turn.answered and self.client.get().take(number, answer):
+            if outcome == WaitResult.answered and self.client.get().take(number, answer):
                 return <int>answer.status, decode(answer.body)
-            if turn == Turn.lost:
+            if outcome == WaitResult.lost:
                 raise self.loss()
             PyErr_CheckSignals()
             if now() >= deadline:
                 return None
             until = min(deadline, now() + self.slice())
             with nogil:
-                turn = self.client.get().wait(number, until)
+                outcome = self.client.get().wait(number, until)
 
     def calls(self, int op, list requests not None, double deadline):
         """Send several requests at once and wait for all; None in place of an answer that has not arrived."""

@@ -52,8 +52,8 @@ bool call(Client& client, Op op, const Writer& body, Answer& answer, double pati
   while (true) {
     // Not in slices: the end of a slice would hide a missing wake-up.
     const auto turn = client.wait(id, until);
-    if (turn == Client::Turn::lost) return false;
-    if (turn == Client::Turn::answered) return client.take(id, answer);
+    if (turn == Client::WaitResult::lost) return false;
+    if (turn == Client::WaitResult::answered) return client.take(id, answer);
     if (now() >= until) {
       client.forget(id, true);
       answer = {};
@@ -119,7 +119,7 @@ void watch(Client& client, std::atomic<bool>& ended) {
   int64_t changes = 0;
   while (!ended) {
     Answer answer;
-    if (client.wait(id, now() + 0.05) == Client::Turn::answered && client.take(id, answer)) changes++;
+    if (client.wait(id, now() + 0.05) == Client::WaitResult::answered && client.take(id, answer)) changes++;
   }
   CHECK(changes > kRounds);
   client.forget(id, true);

@@ -24,8 +24,8 @@ constexpr size_t kPiece = 64 << 10;
 
 Client::Client(int fd, double heartbeat, size_t max_frame)
     : heartbeat_(heartbeat), max_frame_(max_frame), fd_(fd), nudge_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  sent_ = now();
-  heard_ = now();
+  last_sent_at_ = now();
+  last_heard_at_ = now();
   ticked_at_ = now();
 }
 
@@ -66,7 +66,7 @@ uint64_t Client::ask(Op op, std::string_view body) {
       longer.assign(start, kHeader).append(body);
       whole = longer;
     }
-    put_out(whole);
+    send_or_queue(whole);
   } else {
     out_.append(start, kHeader).append(body);
     push();
@@ -85,8 +85,8 @@ uint64_t Client::ask(Op op, std::string_view body) {
 }
 
 // Sends bytes at once as far as there is space and keeps the rest; under the mutex, with an empty out_.
-void Client::put_out(std::string_view bytes) {
-  sent_ = now();
+void Client::send_or_queue(std::string_view bytes) {
+  last_sent_at_ = now();
   const ssize_t done = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (done < 0 && errno != EAGAIN && errno != EINTR) {
     // The server's last frames, which may say why, may still be unread: the reader finds the end after them.
@@ -105,7 +105,7 @@ bool Client::push() {
       if (errno == EAGAIN) return false;
       break;  // the reader finds the end
     }
-    sent_ = now();
+    last_sent_at_ = now();
     out_sent_ += static_cast<size_t>(done);
   }
   out_.clear();
@@ -114,17 +114,17 @@ bool Client::push() {
   return true;
 }
 
-Client::Turn Client::wait(uint64_t id, double until) {
+Client::WaitResult Client::wait(uint64_t id, double until) {
   Lock lock(mutex_);
   Condition news;
   bool signalled = false;
-  const auto turn = [&]() {
+  const auto outcome = [&]() {
     const auto at = slots_.find(id);
-    if (at == slots_.end()) return Turn::lost;
-    if (!at->second.answers.empty()) return Turn::answered;
-    return lost_.empty() ? Turn::waiting : Turn::lost;
+    if (at == slots_.end()) return WaitResult::lost;
+    if (!at->second.answers.empty()) return WaitResult::answered;
+    return lost_.empty() ? WaitResult::waiting : WaitResult::lost;
   };
-  while (turn() == Turn::waiting && !signalled && now() < until) {
+  while (outcome() == WaitResult::waiting && !signalled && now() < until) {
     if (reading_) {
       slots_[id].sleeper = &news;
       sleepers_.insert(&news);
@@ -136,16 +136,16 @@ Client::Turn Client::wait(uint64_t id, double until) {
     }
     reading_ = true;
     if (watched_) watch_socket(true);
-    while (turn() == Turn::waiting && !signalled && now() < until) signalled = read_once(lock, until);
+    while (outcome() == WaitResult::waiting && !signalled && now() < until) signalled = read_once(lock, until);
     reading_ = false;
   }
   // Also after this thread has only slept: it may have been woken to read next, while its answer arrived.
-  if (!reading_ && !watched_) pass_on();
-  return turn();
+  if (!reading_ && !watched_) hand_over_reading();
+  return outcome();
 }
 
 // Called by a reading thread that leaves: makes another waiting thread, or else the connection thread, read next.
-void Client::pass_on() {
+void Client::hand_over_reading() {
   if (!sleepers_.empty()) {
     (*sleepers_.begin())->notify_one();
   } else if (lost_.empty()) {
@@ -177,7 +177,7 @@ bool Client::read_once(Lock& lock, double until) {
       static thread_local const std::unique_ptr<char[]> piece(new char[kPiece]);
       const ssize_t got = recv(fd_.get(), piece.get(), kPiece, MSG_DONTWAIT);
       if (got > 0) {
-        heard_ = now();
+        last_heard_at_ = now();
         in_.append(piece.get(), static_cast<size_t>(got));
         size_t used = 0;
         while (in_.size() - used >= kHeader) {
@@ -214,11 +214,11 @@ double Client::seconds_stopped() const {
 // The connection has ended. After a stop, a process cannot tell the end of its lease from the end of the server.
 void Client::lose_connection(const std::string& why) {
   const double away = seconds_stopped();
-  if (away <= heartbeat_) return lose("the server is gone: " + why);
+  if (away <= heartbeat_) return mark_lost("the server is gone: " + why);
   char words[80];
   snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
   lease_ended_ = lost_.empty();
-  lose("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
+  mark_lost("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
        " at the store, which has ended with the connection (" + why + ")");
 }
 
@@ -229,11 +229,11 @@ void Client::lose_lease(std::string_view why) {
   lease_ended_ = lost_.empty();
   if (away > heartbeat_ / 2) {
     snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
-    lose("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
+    mark_lost("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
          " at the store, which has ended: the server serves the others, and a new store reaches it");
   } else {
     snprintf(words, sizeof words, "the lease of %.3g s", heartbeat_);
-    lose(std::string(words) + " that this process had at the store has ended: the server says that " +
+    mark_lost(std::string(words) + " that this process had at the store has ended: the server says that " +
          std::string(why) + ", and the process was not stopped, so the network between them may be broken");
   }
 }
@@ -248,7 +248,7 @@ void Client::dispatch(const Header& header, std::string body) {
     std::string_view words = "it said farewell";
     Reader(body).bytes(words);
     if (header.status == Status::late) return lose_lease(words);
-    return lose("the server is gone: " + std::string(words));
+    return mark_lost("the server is gone: " + std::string(words));
   }
   const auto at = slots_.find(header.id);
   if (at == slots_.end()) return;  // of a heartbeat, or of a request that was given up
@@ -261,7 +261,7 @@ void Client::dispatch(const Header& header, std::string body) {
   if (at->second.sleeper != nullptr) at->second.sleeper->notify_one();
 }
 
-void Client::lose(std::string why) {
+void Client::mark_lost(std::string why) {
   if (!lost_.empty()) return;
   lost_ = std::move(why);
   for (auto& [id, slot] : slots_) {
@@ -333,12 +333,12 @@ void Client::close(const char* why, double patience) {
   const uint64_t id = submit(Op::goodbye, "");
   if (id != 0) {
     const double until = now() + patience;
-    while (wait(id, until) == Turn::waiting && now() < until) continue;
+    while (wait(id, until) == WaitResult::waiting && now() < until) continue;
   }
   Lock lock(mutex_);
   if (lost_.empty() || id != 0) {
     lost_.clear();
-    lose(why);
+    mark_lost(why);
   }
   lock.unlock();
   connection_thread::remove(this);
@@ -358,13 +358,13 @@ std::string Client::lost() {
   return lost_;
 }
 
-void Client::attend() {
+void Client::read_pending() {
   Lock lock(mutex_);
   if (reading_ || !lost_.empty()) return;
   reading_ = true;
   read_once(lock, 0);
   reading_ = false;
-  pass_on();
+  hand_over_reading();
 }
 
 // `away`: seconds that the connection thread did not run because its process or machine was stopped. They do not count
@@ -378,16 +378,16 @@ void Client::tick(double time, double away) {
   }
   ticked_at_ = time;
   if (!std::exchange(ticked_, true)) away = time;  // silence before the first tick is not the server's
-  double heard = heard_;
-  while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
-  if (time - heard_ > heartbeat_) {
+  double heard = last_heard_at_;
+  while (!last_heard_at_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
+  if (time - last_heard_at_ > heartbeat_) {
     char words[80];
-    snprintf(words, sizeof words, "the server is gone: nothing was heard of it for %.3g s", time - heard_);
-    lose(words);
+    snprintf(words, sizeof words, "the server is gone: nothing was heard of it for %.3g s", time - last_heard_at_);
+    mark_lost(words);
     return;
   }
   for (auto& [id, publisher] : publishers_) publish(publisher, time, false);
-  if (time - sent_ < heartbeat_ / 4 && time - heard_ < heartbeat_ / 4) return;
+  if (time - last_sent_at_ < heartbeat_ / 4 && time - last_heard_at_ < heartbeat_ / 4) return;
   lock.unlock();
   const uint64_t id = submit(Op::ping, "");
   lock.lock();

@@ -41,10 +41,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // Sends a request and returns its id; 0 if the connection is lost. Never waits: what cannot be sent is sent later.
   uint64_t submit(Op op, std::string_view body);
 
-  enum class Turn { answered, waiting, lost };
+  enum class WaitResult { answered, waiting, lost };
 
   // Waits for an answer, until the time `until` or until a signal arrives.
-  Turn wait(uint64_t id, double until);
+  WaitResult wait(uint64_t id, double until);
 
   // Moves the answer that has arrived (for a watch: its next change) into `answer`. Returns false if there is none.
   bool take(uint64_t id, Answer& answer);
@@ -71,7 +71,7 @@ class Client : public std::enable_shared_from_this<Client> {
   bool lease_ended();
 
   // Called by the connection thread when bytes have arrived: reads and dispatches them, unless a waiting thread reads.
-  void attend();
+  void read_pending();
   // Called by the connection thread at intervals: sends heartbeats and due values of the publishers, and detects the
   // server's silence. `time` is now; `away` is the number of seconds by which the tick is late, since the process or
   // its machine was stopped.
@@ -93,11 +93,11 @@ class Client : public std::enable_shared_from_this<Client> {
 
   uint64_t ask(Op op, std::string_view body);
   void publish(Publisher& publisher, double time, bool asked);
-  void put_out(std::string_view bytes);
+  void send_or_queue(std::string_view bytes);
   bool push();
-  void lose(std::string why);
+  void mark_lost(std::string why);
   void watch_socket(bool reader_waits);
-  void pass_on();
+  void hand_over_reading();
   bool read_once(Lock& lock, double until);
   void lose_connection(const std::string& why);
   void lose_lease(std::string_view why);
@@ -124,8 +124,8 @@ class Client : public std::enable_shared_from_this<Client> {
   double stopped_for_ = 0;   // how long the process did not run the last time that it missed ticks
   double stopped_until_ = 0;
   bool lease_ended_ = false;
-  double sent_ = 0;
-  std::atomic<double> heard_{0};
+  double last_sent_at_ = 0;
+  std::atomic<double> last_heard_at_{0};
   std::string in_;  // an incomplete frame; used by the reading thread
 };
 

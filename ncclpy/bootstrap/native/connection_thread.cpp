@@ -80,7 +80,7 @@ void* run(void* argument) {
         due = next_tick;
       }
     }
-    for (auto& client : ready) client->attend();
+    for (auto& client : ready) client->read_pending();
     for (auto& client : all) client->tick(time, away);
   }
 }

@@ -213,10 +213,10 @@ double Client::seconds_stopped() const {
 
 // The connection has ended. After a stop, a process cannot tell the end of its lease from the end of the server.
 void Client::lose_connection(const std::string& why) {
-  const double away = seconds_stopped();
-  if (away <= heartbeat_) return mark_lost("the server is gone: " + why);
+  const double stopped = seconds_stopped();
+  if (stopped <= heartbeat_) return mark_lost("the server is gone: " + why);
   char words[80];
-  snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
+  snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", stopped, heartbeat_);
   lease_ended_ = lost_.empty();
   mark_lost("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
        " at the store, which has ended with the connection (" + why + ")");
@@ -224,11 +224,11 @@ void Client::lose_connection(const std::string& why) {
 
 // The server, which still serves others, has heard nothing from this process for too long.
 void Client::lose_lease(std::string_view why) {
-  const double away = seconds_stopped();
+  const double stopped = seconds_stopped();
   char words[80];
   lease_ended_ = lost_.empty();
-  if (away > heartbeat_ / 2) {
-    snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
+  if (stopped > heartbeat_ / 2) {
+    snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", stopped, heartbeat_);
     mark_lost("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
          " at the store, which has ended: the server serves the others, and a new store reaches it");
   } else {
@@ -282,10 +282,10 @@ bool Client::take(uint64_t id, Answer& answer) {
   return true;
 }
 
-uint64_t Client::start_publisher(const std::string& asked, Publisher publisher) {
+uint64_t Client::start_publisher(const std::string& question_key, Publisher publisher) {
   Lock lock(mutex_);
   Writer prefix;
-  prefix.bytes(asked);
+  prefix.bytes(question_key);
   const uint64_t id = ask(Op::watch, prefix.body);
   if (id == 0) return 0;
   publish(publishers_.emplace(id, std::move(publisher)).first->second, now(), false);
@@ -367,9 +367,9 @@ void Client::read_pending() {
   hand_over_reading();
 }
 
-// `away`: seconds that the connection thread did not run because its process or machine was stopped. They do not count
-// as the server's silence.
-void Client::tick(double time, double away) {
+// `seconds_late`: for so long the connection thread did not run, because its process or machine was stopped. That time
+// does not count as the server's silence.
+void Client::tick(double time, double seconds_late) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
   if (const double gap = time - ticked_at_; gap > heartbeat_ / 2) {
@@ -377,9 +377,9 @@ void Client::tick(double time, double away) {
     stopped_until_ = time;
   }
   ticked_at_ = time;
-  if (!std::exchange(ticked_, true)) away = time;  // silence before the first tick is not the server's
+  if (!std::exchange(ticked_, true)) seconds_late = time;  // silence before the first tick is not the server's
   double heard = last_heard_at_;
-  while (!last_heard_at_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
+  while (!last_heard_at_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + seconds_late)))) continue;
   if (time - last_heard_at_ > heartbeat_) {
     char words[80];
     snprintf(words, sizeof words, "the server is gone: nothing was heard of it for %.3g s", time - last_heard_at_);

@@ -52,10 +52,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // Gives up a request: its answer is not wanted any more. If `tell`, the server is told to give it up too.
   void forget(uint64_t id, bool tell);
 
-  // Starts a publisher, which publishes from time to time, and also when the key `asked` changes, by which other
-  // clients ask for a publication. Returns the number that end_publisher() takes, 0 if the connection is lost. Never
-  // waits.
-  uint64_t start_publisher(const std::string& asked, Publisher publisher);
+  // Starts a publisher, which publishes from time to time, and also when the key `question_key` changes, by which
+  // other clients ask for a publication. Returns the number that end_publisher() takes, 0 if the connection is lost.
+  // Never waits.
+  uint64_t start_publisher(const std::string& question_key, Publisher publisher);
 
   // Ends a publisher: it publishes nothing any more when this returns.
   void end_publisher(uint64_t id);
@@ -73,9 +73,9 @@ class Client : public std::enable_shared_from_this<Client> {
   // Called by the connection thread when bytes have arrived: reads and dispatches them, unless a waiting thread reads.
   void read_pending();
   // Called by the connection thread at intervals: sends heartbeats and due values of the publishers, and detects the
-  // server's silence. `time` is now; `away` is the number of seconds by which the tick is late, since the process or
-  // its machine was stopped.
-  void tick(double time, double away);
+  // server's silence. `time` is now; `seconds_late` is by how much the tick is late, since the process or its machine
+  // was stopped.
+  void tick(double time, double seconds_late);
   int fd() const { return fd_.get(); }
   // Seconds between ticks.
   double tick_interval() const {
@@ -112,7 +112,7 @@ class Client : public std::enable_shared_from_this<Client> {
   std::string lost_;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, Slot> slots_;
-  std::map<uint64_t, Publisher> publishers_;  // by the id of the watch of the key `asked`
+  std::map<uint64_t, Publisher> publishers_;  // by the id of the watch of the question key
   std::atomic<bool> has_publishers_{false};   // publishers_ is not empty
   std::unordered_set<Condition*> sleepers_;   // of threads that wait while another reads
   std::string out_;

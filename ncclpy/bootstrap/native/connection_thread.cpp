@@ -51,7 +51,7 @@ void* run(void* argument) {
     const int count =
         epoll_wait(it.epoll.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(next_tick));
     const double time = now();
-    double away = 0;  // by how many seconds the tick is late
+    double seconds_late = 0;  // of this tick
     all.clear();
     ready.clear();
     {
@@ -71,7 +71,7 @@ void* run(void* argument) {
         if (at != it.clients.end()) ready.push_back(at->second);
       }
       if (time >= next_tick) {
-        away = std::max(0.0, time - due);
+        seconds_late = std::max(0.0, time - due);
         next_tick = time + 10;
         for (auto& [pointer, client] : it.clients) {
           all.push_back(client);
@@ -81,7 +81,7 @@ void* run(void* argument) {
       }
     }
     for (auto& client : ready) client->read_pending();
-    for (auto& client : all) client->tick(time, away);
+    for (auto& client : all) client->tick(time, seconds_late);
   }
 }
 

@@ -494,13 +494,12 @@ void Server::send_unproved_away() {
   }
 }
 
-// `away`: by how many seconds this sweep is late. For that time the server did not run, stopped with its process or
-// its machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped
-// too.
-void Server::sweep(double time, double away) {
+// `seconds_late`: by how much this sweep is late. For that time the server did not run, stopped with its process or its
+// machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped too.
+void Server::sweep(double time, double seconds_late) {
   for (auto& [id, connection] : connections_) {
-    connection->heard = std::min(time, connection->heard + away);
-    connection->since = std::min(time, connection->since + away);
+    connection->heard = std::min(time, connection->heard + seconds_late);
+    connection->since = std::min(time, connection->since + seconds_late);
     if (connection->stage == Stage::open) {
       if (time - connection->heard > connection->heartbeat) {
         char words[64];

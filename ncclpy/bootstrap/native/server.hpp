@@ -92,7 +92,7 @@ class Server final : private Post {
   void flush(Connection& connection);
   void settle();
   void close(uint64_t id);
-  void sweep(double time, double away);
+  void sweep(double time, double seconds_late);
   void send_unproved_away();
   void tell_refused(double time);
   void say_farewell();

@@ -83,7 +83,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             try:
                 # From here on the other ranks can detect the end of this process, even before it has made a group.
                 ranks = PrefixStore("ncclpy/ranks", _attempt_view(store))
-                _is_first = not ranks.check([RankRendezvous.been(place.rank)])
+                _is_first = not ranks.check([RankRendezvous.joined_key(place.rank)])
                 rendezvous = RankRendezvous(ranks, "this job", place.rank, place.size)
                 here = None if _is_located(place) else _locate(place, rendezvous, deadline)
             except BaseException:
@@ -130,7 +130,7 @@ def process_before(rank: int) -> str:
     rendezvous = _job_rendezvous
     if rendezvous is None:
         return ""
-    return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_made(rank) else "not_joined"
+    return "ended" if rendezvous.is_gone(rank) else "" if rendezvous.has_joined(rank) else "not_joined"
 
 
 def _attempt_view(store: Store) -> PrefixStore:

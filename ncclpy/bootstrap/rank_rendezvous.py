@@ -31,7 +31,7 @@ _CHECKS_PER_SLICE = 8
 
 _MET, _FAILED = b"+", b"-"
 #: Why a rendezvous has failed, if it is not because a rank was late or has left.
-_GONE, _DAMAGED = "lost", "damaged"
+_REMOTE, _DAMAGED = "lost", "damaged"
 
 _T = TypeVar("_T")
 IsLost = Callable[[int], "tuple[str, int] | None"]
@@ -57,7 +57,7 @@ def refuse(store: Store, base: str, why: str, failed: bool = False) -> None:
 
     The ranks raise `NcclAborted`, or `NcclRemoteError` if `failed`: a rank has failed.
     """
-    store.compare_set(_outcome_at(base), None, _failed(why, [] if failed else None, _GONE if failed else ""))
+    store.compare_set(_outcome_at(base), None, _failed(why, [] if failed else None, _REMOTE if failed else ""))
 
 
 def _outcome_at(base: str) -> str:
@@ -78,7 +78,7 @@ def _error_of(outcome: bytes) -> NcclError:
         return StoreDamaged(text)
     if missing is None:
         return NcclAborted(text)
-    if kind == _GONE:
+    if kind == _REMOTE:
         return NcclRemoteError(text)
     late = NcclTimeout(text)
     late.missing = [int(each) for each in missing]
@@ -127,7 +127,7 @@ class RankRendezvous:
         What the clique is, for the message that it has ended: "process group 'default'".
     rank, size
         This rank's number, and the number of ranks.
-    has_made
+    has_joined
         Called with a rank; returns whether the rank has made its `RankRendezvous`. By default each rank records this
         in the store.
     also
@@ -138,7 +138,7 @@ class RankRendezvous:
 
     Attributes
     ----------
-    called
+    describe_ranks
         Names ranks in messages, for a clique in which their numbers mean little to a user; None: the numbers are used.
     """
 
@@ -148,7 +148,7 @@ class RankRendezvous:
         name: str,
         rank: int,
         size: int,
-        has_made: Callable[[int], bool] | None = None,
+        has_joined: Callable[[int], bool] | None = None,
         also: Sequence[int] = (),
         is_lost: IsLost | None = None,
     ) -> None:
@@ -156,20 +156,20 @@ class RankRendezvous:
         self.name, self.rank, self.size = name, rank, size
         self._own = (rank, *also)
         self._is_lost = is_lost
-        self.called: Callable[[Sequence[int]], str] | None = None
-        self.has_made = has_made or self._has_been
+        self.describe_ranks: Callable[[Sequence[int]], str] | None = None
+        self.has_joined = has_joined or self._is_recorded
         self._leases = True  # the store has ephemeral keys
         for each in self._own:
-            if has_made is None:
-                self.store.set(self.been(each), b"")
-            self._put(self.alive(each), b"")
+            if has_joined is None:
+                self.store.set(self.joined_key(each), b"")
+            self._put(self.alive_key(each), b"")
 
-    def _has_been(self, rank: int) -> bool:
-        return self.store.check([self.been(rank)])
+    def _is_recorded(self, rank: int) -> bool:
+        return self.store.check([self.joined_key(rank)])
 
     @staticmethod
-    def been(rank: int) -> str:
-        """Return the key by which a rank records that it has made its `RankRendezvous`; see `has_made`."""
+    def joined_key(rank: int) -> str:
+        """Return the key by which a rank records that it has made its `RankRendezvous`; see `has_joined`."""
         return f"been/{rank}"
 
     def meet(
@@ -214,7 +214,7 @@ class RankRendezvous:
         """
         deadline = time.monotonic() + timeout
         keys = [self._here(base, member) for member in members]
-        left = f"rank {self.rank} of {self.size} came {what}, and left before the others were there"
+        left_text = f"rank {self.rank} of {self.size} came {what}, and left before the others were there"
         for each in self._own:
             self._put(self._here(base, each), brought)
         try:
@@ -231,12 +231,12 @@ class RankRendezvous:
         except NcclTimeout:
             outcome = self._leave(base, *self._absent(base, members, what, timeout))
         except _Lost as lost:
-            outcome = self._leave(base, self._lost_text(lost.why, what), sorted(lost.why), kind=_GONE)
+            outcome = self._leave(base, self._lost_text(lost.why, what), sorted(lost.why), kind=_REMOTE)
         except NcclAborted:
-            self._leave(base, left, None)
+            self._leave(base, left_text, None)
             raise
         except BaseException as error:  # raised by a signal handler
-            self._leave(base, f"{left}: {type(error).__name__}", None)
+            self._leave(base, f"{left_text}: {type(error).__name__}", None)
             raise
         if outcome.startswith(_MET):
             return outcome[len(_MET) :]
@@ -284,7 +284,7 @@ class RankRendezvous:
 
         The others raise `NcclAborted`, or `NcclRemoteError` if `failed`: this rank has failed.
         """
-        return self._leave(base, why, [] if failed else None, kind=_GONE if failed else "").startswith(_MET)
+        return self._leave(base, why, [] if failed else None, kind=_REMOTE if failed else "").startswith(_MET)
 
     def forget(self, base: str, members: Sequence[int]) -> None:
         """Delete the keys of a rendezvous from which all ranks have returned."""
@@ -293,12 +293,12 @@ class RankRendezvous:
                 self.store.delete(key)
 
     def clear(self, base: str, members: Sequence[int]) -> None:
-        """Delete the keys of a rendezvous that all members have left, and their keys `been` and `alive`."""
+        """Delete the keys of a rendezvous that all members have left, and their `joined_key` and `alive_key`."""
         self.forget(base, members)
         with contextlib.suppress(StoreError, NcclTimeout):
             for member in members:
-                self.store.delete(self.been(member))
-                self.store.delete(self.alive(member))
+                self.store.delete(self.joined_key(member))
+                self.store.delete(self.alive_key(member))
 
     @staticmethod
     def _here(base: str, rank: int) -> str:
@@ -309,7 +309,7 @@ class RankRendezvous:
         return _outcome_at(base)
 
     @staticmethod
-    def alive(rank: int | str) -> str:
+    def alive_key(rank: int | str) -> str:
         """Return the key that is deleted when a rank's process ends, where the store has ephemeral keys."""
         return f"alive/{rank}"
 
@@ -324,17 +324,17 @@ class RankRendezvous:
         self,
         keys: list[str],
         deadline: float,
-        number: int,
+        nranks: int,
         wanted: Callable[[], bool],
         instead: str | None = None,
         first: int | None = None,
     ) -> list[bytes]:
         """Return the values of keys, once all are set; an empty list if the key `instead` is set before.
 
-        The keys are those of ranks, or the one of the outcome, which the rank `first` sets. `number` ranks meet: each
+        The keys are those of ranks, or the one of the outcome, which the rank `first` sets. `nranks` ranks meet: each
         lengthens a slice of the wait.
         """
-        length = _SLICE + number * _SLICE_OF_A_RANK
+        length = _SLICE + nranks * _SLICE_OF_A_RANK
         lookout = None if self._is_lost is None else _Lookout(self._is_lost)
         missing = keys
         while wanted():
@@ -355,7 +355,7 @@ class RankRendezvous:
     def _leave(self, base: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:
         """Have the rendezvous fail for the reason `text`, unless all have met; return the outcome.
 
-        `missing` are the ranks that were late, or lost (`kind` is `_GONE`); None if it fails for another reason.
+        `missing` are the ranks that were late, or lost (`kind` is `_REMOTE`); None if it fails for another reason.
         """
         told = _failed(text, missing, kind)
         try:
@@ -378,7 +378,7 @@ class RankRendezvous:
         return text, missing
 
     def _named(self, members: Sequence[int]) -> str:
-        return self.called(members) if self.called else f"{ranks(spans(members))} of {self.size}"
+        return self.describe_ranks(members) if self.describe_ranks else f"{ranks(spans(members))} of {self.size}"
 
     def _lost_text(self, why: dict[int, str], what: str) -> str:
         """Return a text about the ranks that will not come, and why."""
@@ -392,4 +392,4 @@ class RankRendezvous:
 
     def is_gone(self, rank: int) -> bool:
         """Return whether a rank has made its `RankRendezvous` and its process has ended, as far as the store knows."""
-        return self._leases and self.has_made(rank) and not self.store.check([self.alive(rank)])
+        return self._leases and self.has_joined(rank) and not self.store.check([self.alive_key(rank)])

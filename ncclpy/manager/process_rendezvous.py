@@ -86,8 +86,8 @@ def meet(
         refuse(part, _PLACE, why, failed=True)
         raise ValueError(say(why))
     rendezvous = RankRendezvous(
-        part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.been(rank)]), more,
-        lambda rank: ("its process has ended", _CHECKS_UNTIL_LOST) if rendezvous.is_gone(rank) else None,
+        part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.joined_key(rank)]),
+        more, lambda rank: ("its process has ended", _CHECKS_UNTIL_LOST) if rendezvous.is_gone(rank) else None,
     )  # fmt: skip
     try:
         rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)
@@ -112,7 +112,7 @@ def _conflict(part: Store, name: str, own: Mapping[int, int], nranks: int) -> st
     Ranks of ended processes of this machine do not count. The Managers of one process are not distinguished.
     """
     own_process = process() | {"host": platform.node()}
-    for key, rank in [(_FIRST_KEY, next(iter(own))), *((RankRendezvous.been(rank), rank) for rank in own)]:
+    for key, rank in [(_FIRST_KEY, next(iter(own))), *((RankRendezvous.joined_key(rank), rank) for rank in own)]:
         brought = json.dumps([nranks, rank, own_process]).encode()
         recorded = part.compare_set(key, None, brought)[1]
         size, first, recorded_process = _read(recorded) or (nranks, rank, own_process)

@@ -203,7 +203,7 @@ class Numbering:
         for each in {key[len(place) :].partition("/")[0] for key in self.store.keys(place)}:
             if each.isdigit() and int(each) < number:
                 part = self.part(int(each))
-                present = ranks_of(part.keys(RankRendezvous.alive(""))) - ranks_of(part.keys(f"{_LEFT}/"))
+                present = ranks_of(part.keys(RankRendezvous.alive_key(""))) - ranks_of(part.keys(f"{_LEFT}/"))
                 if all(has_ended(part, rank) for rank in present):  # in stores without leases their keys stay
                     _clear(part)
 
@@ -290,7 +290,7 @@ class Numbering:
         if not leases:
             return None
         with contextlib.suppress(NcclTimeout):
-            store.wait([RankRendezvous.alive(made.rank)], _LEASE)
+            store.wait([RankRendezvous.alive_key(made.rank)], _LEASE)
             return True
         return False
 

@@ -180,7 +180,7 @@ class StatusService:
             self._heartbeats = Heartbeats(store, self.own, size, self._processes)
         self._reports = [
             Reports(
-                store, each.rank, size, each.look, self._is_gone, rendezvous.has_made,
+                store, each.rank, size, each.look, self._is_gone, rendezvous.has_joined,
                 functools.partial(_look_around, each, each.look), thread,
             )
             for each in known
@@ -390,7 +390,7 @@ class StatusService:
 
     def condition_of(self, rank: int) -> str:
         """Return what is known of the process of a rank that has not confirmed, in the words of `RankState.state`."""
-        if not self.rendezvous.has_made(rank):
+        if not self.rendezvous.has_joined(rank):
             return "not_joined"
         if self.rendezvous.is_gone(rank):
             return "lost"

@@ -269,14 +269,14 @@ class GroupStatus(StatusService):
 
     def process_of(self, rank: int) -> str:
         """Return the state of a rank's process if it is ended, lost or stopped; else ""."""
-        if not self.rendezvous.has_made(rank):
+        if not self.rendezvous.has_joined(rank):
             return self.before(rank)
         state = self.reports.process_of(rank)
         return state if state in ("ended", "lost", "stopped") else ""
 
     def _why_lost(self, rank: int) -> tuple[str, int] | None:
         """Return why a rank will not arrive at a rendezvous of this group, None if it may; see `RankRendezvous`."""
-        if self.rendezvous.has_made(rank) or self._parent is None:
+        if self.rendezvous.has_joined(rank) or self._parent is None:
             return _LOST_STATES[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
         left = parent._why_lost(members[rank])
@@ -317,7 +317,7 @@ class GroupStatus(StatusService):
             for watch in self.clocks.listen():
                 self.keep(watch)
             if self.rank < _WATCHING_RANKS:
-                self.watch(self.rendezvous.alive(""), self._report_ended_lease)
+                self.watch(self.rendezvous.alive_key(""), self._report_ended_lease)
 
     def hear(self, change: Change) -> None:
         """Handle a change as every service does, and also the end of a lease."""

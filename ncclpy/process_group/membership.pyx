@@ -75,7 +75,7 @@ cdef class Membership:
                 ))
                 in_flight_error = NcclAborted(f"process group {group.name!r} is being reconfigured: this was in flight then")
                 group_status = group.new_group_status(store, order.index(group.handle), len(order), place_of(uuid))
-                group_status.rendezvous.called = names_of_members(order)
+                group_status.rendezvous.describe_ranks = names_of_members(order)
                 try:
                     self._compare(group_status)
                     group_status.gather(
@@ -94,7 +94,7 @@ cdef class Membership:
                     if ended:
                         group.check_usable()  # raises what has ended it
                     raise
-                group_status.rendezvous.called = None
+                group_status.rendezvous.describe_ranks = None
                 opened_store, group.opened_store = group.opened_store, opened_store
                 try:
                     self._leave(in_flight_error, False, order)

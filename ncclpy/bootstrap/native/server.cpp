@@ -494,8 +494,9 @@ void Server::send_unproved_away() {
   }
 }
 
-// `seconds_late`: by how much this sweep is late. For that time the server did not run, stopped with its process or its
-// machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped too.
+// `seconds_late`: by how much this sweep is late. For that time the server did not run, stopped with its process or
+// its machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped
+// too.
 void Server::sweep(double time, double seconds_late) {
   for (auto& [id, connection] : connections_) {
     connection->heard = std::min(time, connection->heard + seconds_late);

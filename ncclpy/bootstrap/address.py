@@ -102,17 +102,19 @@ def resolve(host: str, port: int, deadline: float) -> list[Address]:
         return _addresses(host, port, socket.AI_NUMERICHOST)
     except socket.gaierror:
         pass
-    said: OSError | None = None
+    resolver_error: OSError | None = None
     while True:
         found = look_up(host, port, deadline)
         if isinstance(found, list):
             return found
-        if found is not None and said is None:
+        if found is not None and resolver_error is None:
             log.warning("the host %r of a store is not known yet (%s); looking again", host, found.strerror)
-        said = found or said  # the resolver may not have answered the last look-up in time
+        resolver_error = found or resolver_error  # the resolver may not have answered the last look-up in time
         if time.monotonic() >= deadline:
-            why = "has not answered" if said is None else f"says: {said.strerror}"
-            raise NcclTimeout(f"the host {host!r} of a store is not known: the system's resolver {why}") from said
+            why = "has not answered" if resolver_error is None else f"says: {resolver_error.strerror}"
+            raise NcclTimeout(
+                f"the host {host!r} of a store is not known: the system's resolver {why}"
+            ) from resolver_error
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
@@ -154,7 +156,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
     Addresses that are not this machine's, or of a family that it does not support, are skipped: a host name may have
     such addresses beside usable ones.
     """
-    for last in (*[False] * 20, True):
+    for is_last_attempt in (*[False] * 20, True):
         sockets: list[socket.socket] = []
         port = addresses[0][1][1]
         absent: OSError | None = None
@@ -174,7 +176,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
         except OSError as error:
             for each in sockets:
                 each.close()
-            if addresses[0][1][1] == 0 and error.errno == errno.EADDRINUSE and not last:
+            if addresses[0][1][1] == 0 and error.errno == errno.EADDRINUSE and not is_last_attempt:
                 continue  # the port that was free for one address is taken for another
             where = shown(host, port)
             if error.errno == errno.EADDRINUSE:

@@ -15,7 +15,7 @@ IN_MOVED_TO = 0x80
 LOCAL = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs tmpfs xfs zfs".split())
 #: Seconds between polls of a folder that inotify does not watch or that other machines may change; and of a local
 #: folder that inotify watches, as a safeguard.
-POLL, SURE = 0.02, 1.0
+_POLL_INTERVAL, _SAFEGUARD_INTERVAL = 0.02, 1.0
 
 
 def is_local(path: str) -> bool:
@@ -44,7 +44,7 @@ class FolderWatch:
         self._folder = folder
         self._local = local
         self._fd = _watch(folder)
-        self._pause = SURE if local and self._fd >= 0 else POLL
+        self._pause = _SAFEGUARD_INTERVAL if local and self._fd >= 0 else _POLL_INTERVAL
 
     def wait(self, deadline: float, at_most: float) -> None:
         """Return when there may be news, at the deadline, or after `at_most` seconds."""

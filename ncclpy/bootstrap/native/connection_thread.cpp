@@ -29,7 +29,7 @@ struct ConnectionThread {
 // Never destroyed: the thread may outlive the statics. A forked child makes a new ConnectionThread: the mutex of the
 // inherited one may be held by a thread that the child does not have.
 std::atomic<ConnectionThread*> current{nullptr};
-[[maybe_unused]] const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
 
 ConnectionThread& connection_thread() {
   ConnectionThread* one = current;
@@ -61,13 +61,13 @@ void* run(void* argument) {
         return nullptr;
       }
       for (int i = 0; i < count; i++) {
-        void* who = events[static_cast<size_t>(i)].data.ptr;
-        if (who == nullptr) {
+        void* tag = events[static_cast<size_t>(i)].data.ptr;
+        if (tag == nullptr) {
           uint64_t drained;
           if (read(it.news.get(), &drained, sizeof drained) > 0) next_tick = 0;
           continue;
         }
-        const auto at = it.clients.find(static_cast<Client*>(who));
+        const auto at = it.clients.find(static_cast<Client*>(tag));
         if (at != it.clients.end()) ready.push_back(at->second);
       }
       if (time >= next_tick) {

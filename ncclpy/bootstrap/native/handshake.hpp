@@ -44,8 +44,8 @@ inline std::string server_greeting(bool token, uint32_t heartbeat, std::string_v
   return std::string(kMagic).append(numbers, sizeof numbers).append(nonce);
 }
 
-inline std::string proof(std::string_view who, std::string_view token, std::string_view greetings) {
-  return hmac(token, std::string(who).append(greetings));
+inline std::string proof(std::string_view role, std::string_view token, std::string_view greetings) {
+  return hmac(token, std::string(role).append(greetings));
 }
 
 }  // namespace ncclpy::store

@@ -85,15 +85,16 @@ std::string state_of(Segment& segment, int rank, uint64_t awaited) {
   const RankSlot& slot = segment.slot(rank);
   const uint64_t called = slot.last_call.load(std::memory_order_relaxed);
   const uint64_t running = slot.current_call[data_side].load(std::memory_order_relaxed);
-  const uint64_t scope = slot.current_call[control_side].load(std::memory_order_relaxed);
+  const uint64_t control_call = slot.current_call[control_side].load(std::memory_order_relaxed);
   if (slot.dead.load(std::memory_order_acquire)) return "dead";
   if (slot.aborted.load(std::memory_order_acquire)) return "aborted";
   if (slot.closed.load(std::memory_order_acquire)) return "closed";
   if (running != 0) return "in " + relative_to(running, awaited);
-  if (scope != 0) return "in " + relative_to(scope, awaited);
+  if (control_call != 0) return "in " + relative_to(control_call, awaited);
   // A control call was over when it returned; an operation may still be waiting in its stream.
-  const bool runs = kind_in(called) != CallKind::none && kind_in(called) < CallKind::split;
-  if (runs && slot.last_done.load(std::memory_order_relaxed) != called) return "which its stream has not begun";
+  const bool is_operation = kind_in(called) != CallKind::none && kind_in(called) < CallKind::split;
+  if (is_operation && slot.last_done.load(std::memory_order_relaxed) != called)
+    return "which its stream has not begun";
   const std::string blocked = blocked_elsewhere(segment, rank);
   return blocked.empty() ? "in no operation of this communicator" : blocked;
 }
@@ -145,8 +146,8 @@ std::string stragglers_at(Comm& comm, Side side) {
   if (call == 0) return {};
   const std::vector<int> awaited = comm.awaited(side);
   if (!awaited.empty()) return kind_name(call) + ": missing: " + describe_absent(comm, awaited, call);
-  const bool meets = side == control_side ? kind_in(call) != CallKind::grow : kind_in(call) < CallKind::send;
-  if (!meets) {
+  const bool all_ranks_meet = side == control_side ? kind_in(call) != CallKind::grow : kind_in(call) < CallKind::send;
+  if (!all_ranks_meet) {
     if (kind_in(call) == CallKind::grow)
       return kind_name(call) +
              ": missing: the id, which one rank makes with ncclCommGetUniqueId (Communicator.grow_id)";
@@ -176,8 +177,8 @@ std::string straggler_report(Comm& comm) {
   if (!control.empty()) text += (text.empty() ? "" : "; ") + control;
   if (!text.empty()) return text;
   const uint64_t called = segment->slot(comm.rank).last_call.load(std::memory_order_relaxed);
-  const bool runs = called != 0 && kind_in(called) < CallKind::split;
-  if (runs && segment->slot(comm.rank).last_done.load(std::memory_order_relaxed) != called)
+  const bool is_operation = called != 0 && kind_in(called) < CallKind::split;
+  if (is_operation && segment->slot(comm.rank).last_done.load(std::memory_order_relaxed) != called)
     return kind_name(called) + " has not begun: its stream still has other work to do";
   return {};
 }

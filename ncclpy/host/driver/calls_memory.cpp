@@ -38,7 +38,7 @@ Task copy_of(void* to, const void* from, size_t bytes) {
   };
 }
 
-CUresult free_tagged(void* base, bool pinned) {
+CUresult free_of_kind(void* base, bool pinned) {
   return driver_call([&]() -> CUresult {
     if (base == nullptr) return CUDA_SUCCESS;
     const Allocation found = allocation_of(base);
@@ -68,7 +68,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
   });
 }
 
-CUresult cuMemFree_v2(CUdeviceptr address) { return free_tagged(pointer(address), false); }
+CUresult cuMemFree_v2(CUdeviceptr address) { return free_of_kind(pointer(address), false); }
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
   constexpr unsigned int portable_mapped_write_combined = 0x7;  // all host memory has these properties
@@ -80,7 +80,7 @@ CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
   });
 }
 
-CUresult cuMemFreeHost(void* pointer) { return free_tagged(pointer, true); }
+CUresult cuMemFreeHost(void* pointer) { return free_of_kind(pointer, true); }
 
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
   return stream_call(stream, [&](Stream& found) -> CUresult {

@@ -27,10 +27,10 @@ enum Moment : uint64_t { in_call, in_run, in_result };
 struct Plan {
   std::string broken;  // why the environment's plan could not be parsed
   std::vector<Rule> rules;
-  Mutex<NCCLPY_LOCK_FAULTS> mutex;                  // guards the fields below
-  std::map<std::pair<size_t, int>, uint64_t> seen;  // by rule and rank: how often the rule has matched
-  // by call, moment and rank: how often this site was reached, for random rules
-  std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;
+  Mutex<NCCLPY_LOCK_FAULTS> mutex;  // guards the fields below
+  std::map<std::pair<size_t, int>, uint64_t> times_matched;  // by rule and rank
+  // by call, moment and rank: how often this site was reached; numbers the sites for random rules
+  std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> times_reached;
   std::string fired;
   std::vector<bool> has_fired;  // by rule
   bool announced = false;
@@ -118,7 +118,7 @@ bool decide(const Comm* comm, int rank, const char* function, Moment moment, Fau
   const std::string call = std::string(function).rfind("nccl", 0) == 0 ? function + 4 : function;
   std::lock_guard lock(now->mutex);
   now->has_fired.resize(now->rules.size());
-  const uint64_t at = ++now->at[{{call, moment}, rank}];
+  const uint64_t at = ++now->times_reached[{{call, moment}, rank}];
   bool found = false;
   for (size_t i = 0; i < now->rules.size(); i++) {
     const Rule& rule = now->rules[i];
@@ -134,7 +134,7 @@ bool decide(const Comm* comm, int rank, const char* function, Moment moment, Fau
       const Fault& only = rule.faults[0];
       const Moment wanted = only.action == Fault::corrupt ? in_result : rule.at_run ? in_run : in_call;
       if (wanted != moment) continue;
-      nth = ++now->seen[{i, rank}];
+      nth = ++now->times_matched[{i, rank}];
       if (nth < rule.first || nth > rule.last) continue;
       chosen = &only;
     }

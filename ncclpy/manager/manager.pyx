@@ -8,7 +8,7 @@ import weakref
 from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.arguments.buffers cimport View
-from ncclpy.core.runtime.library cimport check_process, driver
+from ncclpy.core.runtime.library cimport raise_if_forked, driver
 from ncclpy.core.handles.handle cimport report_failure
 from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport SetOwner, LaunchOwner, Lock, user_executor
@@ -306,7 +306,7 @@ Gather the participants of collectives by key, and launch each collective when a
         return 0
 
     cdef int _check_usable(self) except -1:
-        check_process()
+        raise_if_forked()
         if self.closed:
             raise ValueError("this Manager is closed; make a new one")
         if self.reason is not None:
@@ -549,7 +549,7 @@ Gather the participants of collectives by key, and launch each collective when a
 
     def pending(self):
         """Return the gatherings as a list of dicts with key, operation, since, arrived, missing, waits_for."""
-        check_process()
+        raise_if_forked()
         return self._pending()
 
     def _pending(self):
@@ -559,7 +559,7 @@ Gather the participants of collectives by key, and launch each collective when a
 
     def stats(self):
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
-        check_process()
+        raise_if_forked()
         return {
             "communicators": len(self.comm_sets),
             "communicators_made": self.made,
@@ -592,7 +592,7 @@ Gather the participants of collectives by key, and launch each collective when a
     def _abort(self, reason):
         cdef Gathering gathering
         text = text_of(reason)
-        check_process()
+        raise_if_forked()
         error = NcclAborted(f"the Manager was aborted: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
@@ -631,7 +631,7 @@ Gather the participants of collectives by key, and launch each collective when a
             If communicators are still being aborted after that time.
         """
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
-        check_process()
+        raise_if_forked()
         cdef double deadline = now() + limit
         while self.aborting and now() < deadline:  # another thread is still inside abort()
             time.sleep(0.0002)
@@ -665,7 +665,7 @@ Gather the participants of collectives by key, and launch each collective when a
         cdef double deadline = now() + limit
         cdef Work work, failed = None
         self._check_initialised()
-        check_process()
+        raise_if_forked()
         with self.lock:
             if self.closed:
                 return

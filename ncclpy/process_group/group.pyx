@@ -4,7 +4,7 @@ from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
 from ncclpy.core.arguments.operation cimport ALL_REDUCE
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.handles.abort cimport ABORT_DEADLINE
-from ncclpy.core.runtime.library cimport check_process
+from ncclpy.core.runtime.library cimport raise_if_forked
 from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.lifecycle cimport Lifecycle
@@ -796,7 +796,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             If some are not; they continue.
         """
         cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
-        check_process()
+        raise_if_forked()
         if not self.lifecycle.drain(deadline_after(seconds)):
             raise NcclTimeout(
                 f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r}: {self.lifecycle.pending()} operations are not done after "

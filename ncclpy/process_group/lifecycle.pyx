@@ -12,7 +12,7 @@ from ncclpy.core.handles.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.runtime.device cimport as_device
-from ncclpy.core.runtime.library cimport check_process
+from ncclpy.core.runtime.library cimport raise_if_forked
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport LaunchOwner, add_sentence, internal_executor, user_executor
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING
@@ -191,13 +191,13 @@ cdef class Lifecycle:
         return brought
 
     cdef int check_initialised(self) except -1:
-        check_process()
+        raise_if_forked()
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
         return 0
 
     cdef int check_usable(self) except -1:
-        check_process()
+        raise_if_forked()
         if self.connections is None:  # checked here, as each operation calls this: it saves the other call
             self.check_initialised()
         if self.failure is not None:
@@ -389,7 +389,7 @@ cdef class Lifecycle:
 
     cdef int abort(self, reason) except -1:
         """End the group on all ranks, see `ProcessGroup.abort`."""
-        check_process()
+        raise_if_forked()
         text = text_of(reason)
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
@@ -679,7 +679,7 @@ cdef class Lifecycle:
         cdef double deadline = deadline_after(seconds)
         cdef bint drained = False
         cdef Py_ssize_t pending, left = 0
-        check_process()
+        raise_if_forked()
         pending = self.pending() if self.failure is None else 0
         with self.lock:
             if self.closed:

@@ -12,7 +12,7 @@ from ncclpy.abi.nccl cimport (
     ncclWaitSignalDesc_t,
     ncclWindow_t,
 )
-from ncclpy.core.runtime.library cimport driver, missing_nccl, nccl, raise_nccl
+from ncclpy.core.runtime.library cimport driver, require_nccl_function, nccl, raise_nccl
 from ncclpy.core.arguments.datatypes cimport ITEMSIZE
 
 
@@ -205,6 +205,6 @@ cdef int raise_issue(ncclResult_t result, int kind, ncclComm_t comm) except -1 w
     """Raise the exception for the result of a failed `issue`."""
     cdef const char* function = function_of(kind)
     if <int>result == NOT_THERE:
-        missing_nccl(function)
-        result = ncclInvalidArgument  # not reached: missing_nccl raises
+        require_nccl_function(function)
+        result = ncclInvalidArgument  # not reached: require_nccl_function raises
     return raise_nccl(result, function, comm)

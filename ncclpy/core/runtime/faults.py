@@ -43,12 +43,12 @@ class Faults:
         unfired = _unfired()
         _set(self.plan)
         if _outer:
-            _outer[-1]._keep(unfired)
+            _outer[-1]._note_unfired(unfired)
         _outer.append(self)
         self._fired = self._unfired = None
         return self
 
-    def _keep(self, unfired: list[str]) -> None:
+    def _note_unfired(self, unfired: list[str]) -> None:
         known = unfired if self._unfired is None else self._unfired
         self._unfired = [rule for rule in known if rule in unfired]
 
@@ -56,7 +56,7 @@ class Faults:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
         self._fired = _read()
-        self._keep(_unfired())
+        self._note_unfired(_unfired())
         _outer.pop()
         _set(_outer[-1].plan if _outer else os.environ.get("NCCLPY_FAULTS", ""))
         for rule in self._unfired or []:

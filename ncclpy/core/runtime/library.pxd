@@ -30,15 +30,15 @@ cdef bint abort_preempts
 # NULL on GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
-ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
-cdef EventHelp event_help
+ctypedef CUresult (*EventQuery)(CUevent, double) noexcept nogil
+cdef EventQuery event_help
 
 # Only of the host engine, else NULL. `event_tell` has the engine call `tell(argument)` once when an event is ready; it
 # returns CUDA_SUCCESS, and calls nothing, if the event is ready already. `event_await` sleeps until an event is ready,
 # for at most the given seconds.
 ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
-cdef EventHelp event_await
+cdef EventQuery event_await
 
 # Only of the host engine, else NULL: writes which ranks have not joined the call in which a communicator waits.
 cdef size_t (*host_missing_ranks)(ncclComm_t, char*, size_t) noexcept nogil
@@ -52,7 +52,7 @@ cdef void (*host_let_window_go)(void*) noexcept nogil
 # The NCCL_VERSION_CODE of the library, which is loaded on first use.
 cdef int version_code() except -1
 # Load the library on first use; raise if it lacks the function `name`.
-cdef int missing_nccl(const char* name) except -1
+cdef int require_nccl_function(const char* name) except -1
 # Load the driver on first use, and fill its table.
 cdef int load_driver() except -1
 
@@ -60,7 +60,7 @@ cdef int load_driver() except -1
 cdef inline int require(const void* function, const char* name) except -1:
     """Make sure that the NCCL table has `name`; `function` is its entry as the caller read it."""
     if function == NULL:
-        return missing_nccl(name)
+        return require_nccl_function(name)
     return 0
 
 
@@ -72,7 +72,7 @@ cdef inline int require_driver() except -1:
 
 
 # Raise in a process that was forked after loading: there neither communicators nor threads exist.
-cdef int check_process() except -1
+cdef int raise_if_forked() except -1
 
 
 # Raise the exception for `result`, with NCCL's last error message.

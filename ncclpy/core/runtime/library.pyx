@@ -124,19 +124,19 @@ cdef extern from *:
        the calls nothing, since each checks for NULL anyway. */
     static ncclpy_nccl_table* ncclpy_the_nccl;
     static ncclpy_driver_table* ncclpy_the_driver;
-    static void* ncclpy_the_extra;
+    static void* ncclpy_the_missing_ranks;
     static int ncclpy_loaded, ncclpy_forked;
     static void ncclpy_in_child(void) {
       if (!ncclpy_loaded) return;
       memset(ncclpy_the_nccl, 0, sizeof *ncclpy_the_nccl);
       memset(ncclpy_the_driver, 0, sizeof *ncclpy_the_driver);
-      memset(ncclpy_the_extra, 0, sizeof(void*));
+      memset(ncclpy_the_missing_ranks, 0, sizeof(void*));
       ncclpy_forked = 1;
     }
     static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d, void* extra) {
       ncclpy_the_nccl = n;
       ncclpy_the_driver = d;
-      ncclpy_the_extra = extra;
+      ncclpy_the_missing_ranks = extra;
       pthread_atfork(NULL, NULL, ncclpy_in_child);
     }
     """
@@ -281,7 +281,7 @@ def loaded():
     return _library
 
 
-cdef int check_process() except -1:
+cdef int raise_if_forked() except -1:
     # Any entry of the table would do: a fork empties all of them.
     if driver.cuEventRecord == NULL and _library is not None:
         require_driver()
@@ -300,7 +300,7 @@ cdef int version_code() except -1:
     return _version
 
 
-cdef int missing_nccl(const char* name) except -1:
+cdef int require_nccl_function(const char* name) except -1:
     """Load the library on first use; if it lacks the function, raise an error that names the release to install."""
     cdef size_t i = 0
     _ensure_loaded()
@@ -415,9 +415,9 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         preempts = <int (*)() noexcept nogil>dlsym(handle, b"ncclpyHostAbortPreempts")
         abort_preempts = preempts != NULL and preempts() != 0
         stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
-        event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
+        event_help = <EventQuery>dlsym(handle, b"ncclpyHostEventHelp")
         event_tell = <EventTell>dlsym(handle, b"ncclpyHostEventTell")
-        event_await = <EventHelp>dlsym(handle, b"ncclpyHostEventAwait")
+        event_await = <EventQuery>dlsym(handle, b"ncclpyHostEventAwait")
         host_missing_ranks = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
             handle, b"ncclpyHostWhoIsMissing"
         )

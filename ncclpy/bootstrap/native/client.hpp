@@ -95,6 +95,8 @@ class Client : public std::enable_shared_from_this<Client> {
   void publish(Publisher& publisher, double time, bool asked);
   void send_or_queue(std::string_view bytes);
   bool push();
+  // Marks the connection as lost, for the reason `why`. lose_connection() and lose_lease() compose the reason, for a
+  // connection that has ended and for a lease that the server has ended.
   void mark_lost(std::string why);
   void watch_socket(bool reader_waits);
   void hand_over_reading();
@@ -102,6 +104,7 @@ class Client : public std::enable_shared_from_this<Client> {
   void lose_connection(const std::string& why);
   void lose_lease(std::string_view why);
   double seconds_stopped() const;
+  // Gives a frame to the request that it answers, or ends the connection if it is a farewell.
   void dispatch(const Header& header, std::string body);
 
   const double heartbeat_;

@@ -65,37 +65,46 @@ class Server final : private Post {
     std::string peer;
     Stage stage = Stage::greeting;
     std::string greetings;
-    double since = 0;
-    double heard = 0;
-    double heartbeat = 0;
-    std::string in;
+    double since = 0;      // when it was accepted
+    double heard = 0;      // when bytes last arrived
+    double heartbeat = 0;  // seconds of silence after which the client is lost
+    std::string in;        // received bytes that are not parsed yet
     std::deque<Piece> out;
     size_t sent = 0;     // of the first piece
     size_t backlog = 0;  // bytes in all pieces
     bool dirty = false;  // listed in dirty_
-    bool blocked = false;
-    bool goodbye = false;
-    std::string doomed;  // why it is to be closed
+    bool blocked = false;  // the socket had no space for all of `out`: epoll reports when it has
+    bool goodbye = false;  // the client has said goodbye
+    std::string doomed;    // why settle() must close it; "" if it need not
   };
 
   static void* main(void* self);
   void run();
   void wake();
   void enable_listeners(bool enabled);
+  // Accepts the clients that wait at a listener.
   void accept(int listener);
+  // Reads what has arrived on a connection, and executes the complete messages.
   void read(Connection& connection);
+  // Execute the complete messages in `bytes` (shake_hands: one of the handshake); return how many bytes were used.
   size_t parse(Connection& connection, std::string_view bytes);
   size_t shake_hands(Connection& connection, std::string_view bytes);
+  // Executes a frame.
   void frame(Connection& connection, const Header& header, std::string_view body);
+  // Has settle() close a connection, for the reason `why`.
   void doom(Connection& connection, std::string why);
+  // Appends to what is sent to a client; flush() sends of that as much as the socket has space for.
   void queue(Connection& connection, Piece piece);
   void flush(Connection& connection);
   void settle();
   void close(uint64_t id);
+  // Called at intervals: closes connections that were silent or unproved for too long.
   void sweep(double time, double seconds_late);
   void send_unproved_away();
   void tell_refused(double time);
+  // Tells all clients that the server ends, and shuts their connections down.
   void say_farewell();
+  // Adds a line for the log.
   void line(std::string words);
   void send(uint64_t connection, uint64_t id, Op op, Status status, Body body) override;
 

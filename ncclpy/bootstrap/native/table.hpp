@@ -113,19 +113,26 @@ class Table {
   // Why `more` bytes, or a key with a value of `value` bytes, cannot be kept; "" if they can.
   std::string no_room(size_t more) const;
   std::string no_room(std::string_view key, size_t value);
+  // The answer to a multi_get: see Op.
   Body values_of(const std::vector<std::string>& keys);
 
   Entry* find(std::string_view key);
+  // Sets a key, which ends with the connection `owner` (0: with none), and answers the requests that waited for it.
   void put(std::string_view key, Value value, uint64_t owner);
   void erase_key(std::string_view key);
+  // Removes a key from those that end with the connection `owner`.
   void disown(std::string_view key, uint64_t owner);
   void notify_watches(std::string_view key, const Value& value);
 
+  // Lets a request wait, for its keys or its rendezvous.
   void await(std::unique_ptr<Pending> pending);
+  // Lets a request wait for those of its keys that are absent now.
   void await_absent(Pending& pending);
+  // Removes a waiting request without an answer; nullptr if there is none.
   std::unique_ptr<Pending> remove(uint64_t connection, uint64_t id);
   void remove_watch(uint64_t connection, uint64_t id, const std::string& prefix);
   void met(const Pending& pending);
+  // Answers a request that has passed its deadline.
   void late(const Pending& pending);
   void hold(Rendezvous& rendezvous);
 

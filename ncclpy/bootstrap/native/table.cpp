@@ -505,12 +505,12 @@ void Table::await_absent(Pending& pending) {
 }
 
 std::unique_ptr<Table::Pending> Table::remove(uint64_t connection, uint64_t id) {
-  const auto whose = connections_.find(connection);
-  if (whose == connections_.end()) return nullptr;
-  const auto at = whose->second.pending.find(id);
-  if (at == whose->second.pending.end()) return nullptr;
+  const auto owner_at = connections_.find(connection);
+  if (owner_at == connections_.end()) return nullptr;
+  const auto at = owner_at->second.pending.find(id);
+  if (at == owner_at->second.pending.end()) return nullptr;
   std::unique_ptr<Pending> pending = std::move(at->second);
-  whose->second.pending.erase(at);
+  owner_at->second.pending.erase(at);
   deadlines_.erase({pending->deadline, pending.get()});
   for (const std::string& key : pending->absent) {
     const auto waiting = waiting_.find(key);

@@ -9,7 +9,7 @@
 // to run it. Such a stream is lazy: it gets no worker, and a sweeper checks a little later whether the caller has
 // waited after all. A task that is not waited for promptly makes the stream eager again.
 //
-// A caller whose wait has a time limit helps with interruptible tasks only: those that wait for nothing, or that a
+// A caller with a time limit for its wait helps with interruptible tasks only: those that wait for nothing, or that a
 // thread can suspend in the middle. A worker resumes a suspended task by calling it again.
 //
 // A task may block for any time: it delays only its own stream and what waits for that stream. A task must not throw,
@@ -97,11 +97,14 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
+  // The functions with `lock` are called with mutex_ locked by it. run_first() and spin() unlock it meanwhile; the
+  // others return with it unlocked.
   void ensure_worker(std::unique_lock<StreamMutex>& lock);
   void assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock);
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
   void note_wait(std::uint64_t number);
   void be_eager();
+  // Calls the callbacks of tasks that are done.
   void notify_completed();
   bool run_first(std::unique_lock<StreamMutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }

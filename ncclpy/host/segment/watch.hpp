@@ -1,6 +1,6 @@
 // Noticing the death of other ranks.
 //
-// A rank whose process ends without destroying its communicator will never arrive at a barrier again. Each process
+// If a process ends without destroying its communicators, its ranks will never arrive at a barrier again. Each process
 // watches the processes that it shares a segment with, by one thread that sleeps until one of them ends.
 #pragma once
 

@@ -198,7 +198,7 @@ WaitResult run_cma_read(Comm& comm, CollectiveProgress& progress) {
   }
   if (progress.step == last_barrier) return comm.rendezvous.data_barrier();
   // Other ranks wait at a barrier for this rank's range and will not get it. This rank does not arrive, and waits for
-  // a death, an abort or a revoke, as a rank does whose peer has gone.
+  // a death, an abort or a revoke, as does a rank that has lost a peer.
   return comm.rendezvous.await_end();
 }
 

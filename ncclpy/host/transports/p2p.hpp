@@ -48,6 +48,9 @@ class Messages {
     Message& now() { return at == 0 ? first : more[at - 1]; }
   };
 
+  // These functions advance the first unfinished message of a queue by one step, if that is possible without waiting,
+  // and return whether anything was done (copy_offered: whether all was copied). send() and receive() choose between
+  // an offer and pieces.
   bool advance(PeerQueue& queue);
   bool offering_is_faster() const;
   bool send(PeerQueue& queue);
@@ -60,6 +63,7 @@ class Messages {
   bool receive_pieces(PeerQueue& queue);
   // Completes a message that the peer has abandoned; returns whether there is one. See abort_corruption.hpp.
   bool complete_corrupted(PeerQueue& queue);
+  // Records that this rank completes none of its unfinished messages, see abandon_messages().
   void abandon();
   bool finished() const;
   std::vector<int> peers() const;

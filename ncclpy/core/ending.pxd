@@ -42,6 +42,6 @@ cdef int call_blocking(Handle handle, int kind) except -1
 # Abort a communicator with all that is tied to it; within a group, when the group ends.
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 
-# Close a communicator, its dependent objects first. One that is still being made is aborted instead, and so is one
-# whose issued operations do not end within `timeout` seconds.
+# Close a communicator, its dependent objects first. It is aborted instead if it is still being made, or if its issued
+# operations do not end within `timeout` seconds.
 cdef int close_comm(Handle handle, object timeout) except -1

@@ -7,7 +7,7 @@ from ncclpy.core.arguments.validation cimport VectorCollective
 
 # Check an argument and return a number: of an operator for a data type (`op_code`, `own_op_code`), of a root or a peer
 # (`root_rank`), or the seconds of a deadline (`limit_of`). `own_op_code` accepts only NCCL's built-in operators: it is
-# for a layer, named in errors, whose communicators users do not see.
+# for a layer, named in errors, that hides its communicators from users.
 cdef int op_code(Handle comm, object op, const View* view) except -1
 cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1
 cdef int root_rank(int nranks, object root, str argument) except -1

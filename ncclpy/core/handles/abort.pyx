@@ -431,7 +431,9 @@ cdef class _Abort(Call):
                     handle.peer_status.confirm()
             except BaseException as error:
                 self.failures.append(error)
-        for handle in self.handles:  # a second loop: another rank may abort the same communicators in another order
+        # Only after the loop above: another rank that aborts the same communicators, perhaps in another order, waits
+        # until this rank has confirmed for each.
+        for handle in self.handles:
             try:
                 if handle.peer_status is not None and not handle.peer_status.wait_until_heard():
                     may_abort = False

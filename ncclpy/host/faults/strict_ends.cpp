@@ -1,4 +1,4 @@
-// Checks of what NCCL does not survive.
+// Checks for ends and deregistrations that NCCL would not survive.
 #include "strict_ends.hpp"
 
 #include <cstdio>

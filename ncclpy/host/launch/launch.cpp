@@ -176,7 +176,7 @@ ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>
   return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(given));
 }
 
-// Operations that run together, and the streams that wait for each other around them.
+// Operations that run together on the first of several streams: all streams wait for each other before and after them.
 struct Launch {
   explicit Launch(const std::shared_ptr<Comm>& one) : comm(one), progress(*one) {}
 

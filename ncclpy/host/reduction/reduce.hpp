@@ -1,4 +1,4 @@
-// The arithmetic of all collectives: n inputs, one result, stored to any number of places.
+// The arithmetic of all collectives: a reduction of n inputs to one result, which is stored to one or more outputs.
 //
 // An element is always accumulated in rank order, 16- and 8-bit floats in float32 over all ranks with one rounding at
 // the end. So a result depends neither on the rank that computes it nor on the size of the pieces.

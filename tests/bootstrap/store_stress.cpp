@@ -152,7 +152,7 @@ void tell(Client& teller, Client& asker, int seed) {
                           *lasting = static_cast<size_t>(length);
                           return *lasting;
                         }};
-    const uint64_t id = teller.tell(asked, Publisher(key, ".", source));
+    const uint64_t id = teller.start_publisher(asked, Publisher(key, ".", source));
     CHECK(id != 0);
     while (value_of(asker, key) != std::to_string(2 * round) + ".") usleep(100);  // at once
     *count = 2 * round + 1;

@@ -30,7 +30,10 @@ class _Link:
 
 
 def _child(arguments: Arguments, index: int, library: str, connection: Connection, control: Connection) -> None:
-    """Run one worker in a thread; this thread waits until the parent closes `control`, to abort the run, or ends."""
+    """Run one worker in a thread; wait until it has ended, or until `control` is closed.
+
+    The parent closes `control` to abort the run; it is also closed when the parent ends.
+    """
     import ncclpy
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process

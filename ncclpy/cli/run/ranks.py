@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from ncclpy.cli.run import guard
 
-#: Environment variable of each rank with the ids of its runs: by it, processes that a run has left are found.
+#: Environment variable that each rank gets, with the ids of the runs that it belongs to; its children inherit the
+#: variable, by which processes that a run has left behind are found.
 RUN_IDS = "NCCLPY_RUN_ID"
 # Exit codes of a shell, for programs that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126

@@ -1,7 +1,7 @@
 """The command ``ncclpy trace``: its arguments, and what it does.
 
-Each ``ncclpy`` command declares the arguments of all commands, so the modules that read dumps are imported only when
-this one runs.
+Every call of ``ncclpy`` imports this module, whichever command runs; so the modules that read dumps are imported only
+in `run`.
 """
 
 from __future__ import annotations

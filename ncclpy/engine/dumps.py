@@ -4,8 +4,8 @@ One thread writes them: after a failure of an operation or of a process group, a
 signals in the main thread, which may be stuck in a call; so the handler (`callbacks.take_signal`) is in C: it counts
 the signal and wakes the writer thread.
 
-A dump shows keys by the user's ``__repr__``, and a file system may hang; so no other thread writes, and each wait for
-the writer thread is bounded.
+Writing may hang, in a user's ``__repr__`` of a key or in the file system; so only this thread writes, and each wait
+for it is bounded.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def _write(path: str, reason: str | None) -> None:
     foreign = why_owner_untrusted(folder)
     if foreign:
         raise ForeignFile(f"{folder} {foreign}")
-    text = dump(reason=reason)  # first: a key's ``__repr__`` may take until the process ends
+    # Before the file is made: if the process ends during a slow ``__repr__`` of a key, no unfinished file is left.
+    text = dump(reason=reason)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(unfinished)  # of an earlier process with this id
     try:
@@ -209,7 +210,7 @@ def _write(path: str, reason: str | None) -> None:
 
 
 def begin(folder: str) -> None:
-    """Record plain calls, and write dumps into a folder from now on; called once, at import."""
+    """Record also the calls of plain communicators, and write dumps into a folder; called once, at import."""
     writer = _Writer(os.path.abspath(folder))
     record_all()
     if not callbacks.take_signal(signal.SIGUSR2):

@@ -1,9 +1,9 @@
-"""Groups and communicators of this process: for dumps, and for ranks that ask where a rank is that joins no operation.
+"""Groups and communicators of this process: for dumps, and for ranks that ask where a missing rank is.
 
 Dumps list groups only; questions consider communicators too, as far as their state can be read.
 
-A dump has operations from the recorder. The groups listed here add the ranks that have begun none, and groups that
-ended before they could begin any.
+The operations in a dump are from the recorder. By the list of groups a dump also shows ranks that have begun no
+operation, and groups that ended before their first operation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _failed: deque[KnownGroup] = deque(maxlen=_MAX_FAILED)
 
 
 class GroupInfo:
-    """A rank of this process in a communicator or group, in an operation of which the rank may be.
+    """A rank that this process has in a communicator or group; the rank may be in one of its operations.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class GroupInfo:
     device
         The device of that rank.
     look
-        Returns what the rank does in it, as the other ranks are told.
+        Returns the rank's status in it, as published to the other ranks.
     """
 
     kind = "communicator"
@@ -63,7 +63,7 @@ class KnownGroup(GroupInfo):
     device
         The device of that rank.
     look
-        Returns what the rank does, as the other ranks are told.
+        Returns the rank's status in the group, as published to the other ranks.
     """
 
     kind = "process group"
@@ -104,7 +104,7 @@ class KnownGroup(GroupInfo):
             listener.finish()
 
     def closed(self) -> None:
-        """Forget a closed group; dumps show one that has failed all the same."""
+        """Forget a closed group, but keep one that has failed in the dumps."""
         self._remove()
 
     def _remove(self) -> None:
@@ -156,10 +156,10 @@ def groups() -> list[dict[str, Any]]:
 
 
 def elsewhere(here: GroupInfo) -> dict[str, Any]:
-    """Return what keeps a rank that is in no operation of `here` longest in another group or communicator; else {}.
+    """Return what has occupied this rank for the longest time in another group or communicator; {} if nothing has.
 
-    If several ranks of `here` are in this process, the groups of each are told apart by its device. An operation that
-    was launched and may be done keeps no rank.
+    The rank is in no operation of `here`. If this process has several ranks of `here`, each is looked for only in the
+    groups and communicators on its own device. An operation that was launched and may be done does not occupy a rank.
     """
     others = [each for each in _live_entries() if each is not here]
     shared = any(each.name == here.name and each.rank != here.rank for each in others)

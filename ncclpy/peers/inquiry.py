@@ -49,16 +49,19 @@ class Inquiries:
     inquire
         Asks all ranks.
     alone
-        Whether each failure is this rank's own; otherwise there is one for all ranks, which ends their group.
+        Whether ranks fail independently of each other, so that each failure asks anew; otherwise the first failure
+        ends the group for all ranks, and this rank asks only once.
     asker
         The rank that asks, for the log: "rank 3 of process group 'default'".
     stopped_here
-        Returns what is known without the store, as the end of a sentence.
+        Returns which processes of this machine are stopped, as the end of a sentence; it needs no store.
     """
 
     def __init__(self, inquire: Inquire, alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:
         self._inquire, self._alone, self._asker, self._stopped_here = inquire, alone, asker, stopped_here
-        self._current: dict[str, _Inquiry] = {}  # no lock: a signal handler may interrupt `ask` and call it
+        # The running inquiry under the key "inquiry". A dict, whose methods are atomic, and no lock: a signal handler
+        # may interrupt `ask` and call it.
+        self._current: dict[str, _Inquiry] = {}
 
     def ask(self, look: Callable[[], dict[str, Any]]) -> Answer:
         """Return what all ranks do, in a sentence and as data, or None for either.

@@ -36,11 +36,11 @@ __all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
 
 _log = logging.getLogger("ncclpy.peers")
 
-#: The prefix that all ranks watch: of the key of the end, which is written once, and of the key of questions.
+#: All ranks watch the keys with this prefix: that of the end, which is written once, and that of questions.
 _WATCHED_PREFIX = "told/"
 ENDED = "told/ended"
-#: The place of the question before the end; below it, the key that the first rank in trouble sets, and the key of the
-#: answer that this rank gets.
+#: Prefix of the keys of the question that is asked before a group ends. Behind it: the key by which the first rank in
+#: trouble claims the question, and the key of the answer that it gets.
 _END_PLACE = "end"
 _TROUBLE_KEY, _ANSWER_KEY = "trouble", "said"
 #: Seconds that other ranks wait for the first rank's answer.
@@ -65,13 +65,14 @@ class End:
     rank
         The rank that tells it; None if the value in the store is damaged.
     summary, states
-        What all ranks did then, in a sentence and as data.
+        What all ranks did when the end was told, in a sentence and as data.
     handles
         The handles of the groups that are reconfigured together, if this is why.
     kind
         The name of the exception's class on the rank that tells it: all ranks raise the same.
     only_if_asked
-        Whether a rank takes it only when it asks, as after a stop; the ranks learn of the end in another way.
+        Whether ranks ignore it when it is announced and read it only on their own, such as after their process was
+        stopped; normally they learn of this end in another way.
     """
 
     text: str
@@ -291,7 +292,7 @@ class StatusService:
             self.look_for_processes()
 
     def look_for_processes(self) -> None:
-        """Watch the processes of this machine that other ranks have told."""
+        """Watch those processes of other ranks, published in the store, that run on this machine."""
         if self.size > len(self.own) and not self.is_over:
             self._searches_left -= 1
             self._processes.look()
@@ -336,8 +337,9 @@ class StatusService:
         return self.inquire_at(None if alone else _END_PLACE, subject, alone)
 
     def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Answer:
-        """Return what `inquire` does; one rank asks for all ranks that have failed at a place, such as a rendezvous.
+        """Answer as `inquire` does. One rank asks for all ranks whose failure has the same `place`.
 
+        A place is a prefix of keys, one for each failure that the ranks have in common, such as that of a rendezvous.
         Without a place this rank asks for itself.
         """
         try:

@@ -34,7 +34,7 @@ Message = tuple[int, int, str, int, int]
 
 
 def pack(calls: bytes, messages: Sequence[Message]) -> bytes:
-    """Return the calls and the messages of one launch as bytes."""
+    """Return a note: the calls and the messages that one rank brings to one launch, as bytes."""
     head = _LENGTH.pack(len(calls)) + calls
     return head + b"".join(map(pack_message, messages)) if messages else head
 
@@ -175,8 +175,8 @@ def disagreement(notes: Sequence[bytes | None]) -> str | None:
     Parameters
     ----------
     notes
-        What each rank has packed. None if its note is not known: the rank is far ahead, or it left only a digest of
-        calls that were not compared here.
+        What each rank has packed. None if its note is not available: the rank is far ahead, and its slot has a later
+        note, or the rank did not wait, and left only the digest of calls that this rank has never compared.
     """
     known = [None if note is None else _calls(note) for note in notes]
     there = [calls for calls in known if calls is not None]

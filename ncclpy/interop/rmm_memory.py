@@ -10,7 +10,7 @@ from ncclpy.memory.registry import give, open_allocator, take
 
 
 def source(device: int | None) -> RmmSource:
-    """Return a new resource, of the current device."""
+    """Return a source of memory on `device`, by default the current one."""
     import rmm
 
     return RmmSource(rmm, device)

@@ -187,7 +187,7 @@ class TorchWork:
         return True
 
     def copy_if_done(self) -> bool:
-        """Run `after` if it has succeeded; return whether it has ended."""
+        """Run `after` if the operation has succeeded; return whether the operation has ended."""
         if not self._begun.is_completed():
             return False
         if self._begun.state == "completed":
@@ -259,7 +259,7 @@ class TorchWork:
             error = begun.exception()
             if error is None and self._lock is not None:
                 self._finish()
-        except Exception as failure:  # of a copy; without a result, a wait for the future would never end
+        except Exception as failure:  # of `after`; without a result or an error, a wait for the future would never end
             error = failure
         if error is not None:
             callback(None, str(error))
@@ -270,8 +270,9 @@ class TorchWork:
 class PendingCopies:
     """The works of a group that have still to copy what they received to the program's tensors.
 
-    A wait for the work does so. Other backends of torch receive into the tensors themselves: there, a program that has
-    dropped a work has its result after a barrier, and after the end of the group.
+    A wait for the work makes the copy. Other backends of torch receive into the program's tensors themselves: with
+    them, results are there after a barrier or the group's end, even if the work was never waited for. This class
+    makes the copies then, for the same effect.
     """
 
     def __init__(self) -> None:

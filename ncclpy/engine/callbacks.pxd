@@ -143,13 +143,17 @@ cdef class Executor:
     cdef bint waking  # whether a thread was woken or started and has not begun yet
     cdef double waking_since
 
+    # Queue a task; in any thread with the GIL, under any lock.
     cdef int submit(self, object task) except -1
+    # Wake or start a thread if tasks are queued and no thread takes them.
     cdef int ensure_leader(self) except -1
+    # How long the leading thread's task may take before another thread leads.
     cdef double _grace(self) noexcept
     cdef int _wake_or_start(self) except -1
     cdef void _rest(self, int seen, double seconds) noexcept nogil
     cdef int _serve(self, Member me) except -1
     cdef int _run(self, object task) except -1
+    # Run all queued tasks in this thread.
     cdef int run_here(self) except -1
 
 

@@ -472,7 +472,7 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
 # How long an idle thread polls with short sleeps after it has spun, while works with callbacks are in flight.
 cdef double _POLL = 1.0
-cdef double _POLL_ON_HOST = 1e-3  # the operation and the program's own work need the cores
+cdef double _POLL_ON_HOST = 1e-3  # on the host engine, whose operations need the cores, as does the program
 
 # How long a thread that the monitor has woken spins until the monitor releases the GIL: to wait for the GIL would be
 # one more sleep.
@@ -586,6 +586,7 @@ cdef class Executor:
             return _check_at(self.waking_since + _WAKE_LIMIT)
         return self._wake_or_start()
 
+    # How long the leading thread's task may take before another thread leads.
     cdef double _grace(self) noexcept:
         return min(_GRACE * len(self.members), _MAX_GRACE)
 
@@ -683,7 +684,7 @@ cdef class Executor:
         try:
             task()
         except BaseException as error:
-            # A store that calls C++ ends daemon threads by SystemExit while Python ends.
+            # While Python ends, a store that calls C++ (torch's) raises SystemExit in daemon threads to end them.
             if self is user_executor or not isinstance(error, SystemExit):
                 report_exception()
         return 0

@@ -166,7 +166,7 @@ class _Writer(FailureListener):
             self.refuse(path, error)
         else:
             self.refused = None
-            if self.path not in (None, path):  # more ranks are known by now, so the name has changed
+            if self.path not in (None, path):  # more ranks have become known, so the file has another name
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
             self.path = path

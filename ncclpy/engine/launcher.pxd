@@ -127,20 +127,31 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef SetOwner owner
     cdef str site
 
+    # Take over the communicators that were made; return what waited for them, for the caller to release.
     cdef list ready(self, list comms, list streams)
+    # Fail what waits for communicators that cannot be made, or are aborted; under no lock.
     cdef int fail(self, object error) except -1
+    # A new launch on these communicators, for the caller to fill and start.
     cdef Launch begin(self)
+    # Start a launch; in this thread only if `here` allows it and a launch of this signature has run before.
     cdef Launch start(self, Launch launch, const Operation* operation, bint here)
+    # Whether a launch of this signature has run, and the note that one has: the table `familiar`.
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int learn(self, unsigned long long signature) noexcept
     cdef bint _grow(self) noexcept
     cdef unsigned long long* _place_with(self, unsigned long long signature, unsigned long long wanted) noexcept
     cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept
+    # Forget a launch that could not be started.
     cdef int forget(self, Launch launch) except -1
+    # Stop reporting ends of operations as success, see `fence` in work.pxd.
     cdef int fence(self) except -1
+    # Add to `readers` the threads that let a stream wait for operations here and do not wait for these themselves.
     cdef int note_readers(self, set readers) except -1
+    # The works in flight.
     cdef list unsettled(self)
+    # Raise an error in `readers`, except in the calling thread.
     cdef int tell_readers(self, set readers, object error) except -1
+    # Report ends of operations as success again, see `believe` in work.pxd.
     cdef int believe(self, int seen) except -1
 
 

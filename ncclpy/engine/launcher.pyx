@@ -302,7 +302,7 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
     cdef Batch* batch = <Batch*>job
     cdef size_t count = 0
     cdef int others[_MAX_BORROWED]
-    if batch.nborrowed > 1:  # a thread that had borrowed these lanes found a communicator in use; this lane is the first
+    if batch.nborrowed > 1:  # a thread that had borrowed these lanes has pushed the batch to the first of them
         count = batch.nborrowed - 1
         memcpy(others, batch.borrowed + 1, count * sizeof(int))  # the batch is freed once its works are handed over
     _run_unless_failed(batch, NULL, FOREVER)
@@ -507,7 +507,7 @@ cdef class Launch(LaunchGroup):
         cdef size_t i
         cdef LaunchOwner owner = self.owner
         handles = {}
-        if self.failing or self.unsettled == 0:  # all works were settled meanwhile
+        if self.failing or self.unsettled == 0:  # another thread fails the works, or all were settled meanwhile
             return 0
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].step.handle] = <Handle>self.parts[i].step.handle
@@ -579,7 +579,7 @@ def abort_in_background(handles, reason, others=()):
     thread = threading.Thread(target=_abort, args=(handles, reason, others), name="ncclpy-abort-aside", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread is available; what waits for these communicators would never end otherwise
+    except RuntimeError:  # no thread is available; without an abort, waits for these communicators would never end
         _abort(handles, reason, others)
         return _Done()
     return thread

@@ -17,7 +17,7 @@ static inline int ncclpy_add(int* word, int value) { return __atomic_add_fetch(w
 static inline int ncclpy_swap(int* word, int value) { return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST); }
 static inline void ncclpy_store(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Changes *word to `to` if it is `from`. Returns whether it was. */
+/* Changes *word to `to` if it is `from`. Returns whether it was `from`. */
 static inline int ncclpy_change(int* word, int from, int to) {
   return __atomic_compare_exchange_n(word, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);
 }
@@ -50,7 +50,7 @@ static inline void ncclpy_relax(void) {
 #endif
 }
 
-/* Lets this thread sleep for microseconds: by default the kernel adds 50 us to every sleep. */
+/* Has this thread's sleeps end within a microsecond of their time; by default the kernel adds up to 50 us to each. */
 static inline void ncclpy_sharp_timers(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
 
 /* A job for a lane (lanes.hpp); the pushing thread owns it again once `run` has returned. */

@@ -76,6 +76,7 @@ static inline double ncclpy_moment_of(uint64_t bits) {
   return moment;
 }
 
+/* Copies word by word, each atomically: a reader may copy while a writer does. */
 static inline void ncclpy_note_copy(ncclpy_op* to, const ncclpy_op* from) {
   uint64_t* out = (uint64_t*)to;
   const uint64_t* in = (const uint64_t*)from;
@@ -90,6 +91,7 @@ static inline ncclpy_oplog* ncclpy_oplog_new(void) {
   return oplog;
 }
 
+/* Adds a user. The last user that leaves frees the log. */
 static inline void ncclpy_oplog_use(ncclpy_oplog* oplog) { __atomic_add_fetch(&oplog->users, 1, __ATOMIC_RELAXED); }
 
 static inline void ncclpy_oplog_leave(ncclpy_oplog* oplog) {

@@ -85,15 +85,24 @@ cdef class Work:
     cdef Entry entry
     cdef object __weakref__
 
+    # Set the final state, with an error or None; later calls change nothing. In any thread, under any lock.
     cdef int settle(self, object error) except -1
+    # The error, or None; with `informs`, note that this thread is given it.
     cdef object failure(self, bint informs=*)
+    # Settle an operation that could not be begun: only the caller gets its error.
     cdef int withdraw(self, object error) except -1
+    # Drop what a settled work does not need; where users' code may run.
     cdef int tidy(self) except -1
+    # Drop what lane and device might have used, once they are done with it.
     cdef int let_go(self) except -1
+    # Release the arrays before the end, if that is safe now that this stream waits for the operation.
     cdef int release_early(self, CUstream stream) except -1
+    # Whether `let_go`, and dropping the last reference after it, can run no code of users.
     cdef bint can_be_dropped_quietly(self) noexcept
+    # A text that begins with the work's name.
     cdef object with_name(self, str what)
     cdef bint is_settled(self) noexcept
+    # Note that the operation was captured from this stream into a CUDA graph.
     cdef int become_captured(self, CUstream stream) except -1
     cdef int _refuse_if_captured(self) except -1
     cdef int _note_reader(self, unsigned long thread) except -1
@@ -104,6 +113,7 @@ cdef class Work:
     cdef bint _healthy(self) except -1
     cdef bint is_doubted(self) noexcept
     cdef int _wait_for(self, int state, double deadline) except -1
+    # Wait until it has ended, with or without an error; raise NcclTimeout after the timeout.
     cdef int _must_end(self, object timeout) except -1
 
 

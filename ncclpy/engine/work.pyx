@@ -690,6 +690,7 @@ What an asynchronous operation returns.
             restore(mode)
         return 0
 
+    # Wait until it has ended, with or without an error; raise `NcclTimeout` after the timeout.
     cdef int _must_end(self, object timeout) except -1:
         cdef double seconds = as_timeout(timeout)
         cdef Awaited awaited

@@ -108,7 +108,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             tell_end(self.store, End(text, self.rank, kind=kind))
 
     def look_for_end(self) -> bool:
-        """Look whether another process has ended the communicator; if so, end it here and return True."""
+        """Check whether another process has ended the communicator; if so, end it here and return True."""
         try:
             end = self.announced_end()
         except LeaseEnded as error:  # this process was stopped, and the others have continued without it

@@ -36,7 +36,8 @@ _MADE_KEY, _BEAT_PREFIX = "processes/come", "beat/"
 #: Python.
 _PERIOD, _SILENCE = 0.2, 1.25
 _PERIOD_OF_PYTHON, _SILENCE_OF_PYTHON = 1.0, 6.0
-#: The most seconds between two reads that count as a rank's silence: for the rest the reader or the store was slow.
+#: The most seconds of an interval between two reads that count as a rank's silence: in a longer interval the reader or
+#: the store was slow.
 _MAX_READ_INTERVAL = 0.4
 #: The most ranks on other machines that one rank reads: those that follow it.
 _MAX_READ_RANKS = 32
@@ -99,14 +100,14 @@ class Heartbeats:
             self._store.add(_MADE_KEY, len(self._own))
 
     def look(self, waits_for: Callable[[], object]) -> list[tuple[int, str]]:
-        """Beat; also read the counts of the others, if this process waits for the same as at the last look.
+        """Beat; also read the counts of the others, if this process waits for the same thing as at the last call.
 
         Called several times a second, by one thread at a time.
 
         Parameters
         ----------
         waits_for
-            Returns what it waits for, something false if it does not wait.
+            Returns what this process waits for, something false if it does not wait.
 
         Returns
         -------

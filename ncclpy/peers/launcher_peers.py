@@ -40,7 +40,7 @@ _SILENT_STORE_PAUSE = 10.0
 _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
 _MAX_CHECKED = 16
-#: What is said of missing ranks by their state, which is all that is known.
+#: What the error says of missing ranks, by their state: nothing else is known of them.
 _STATE_TEXTS = {
     "not_joined": "not come to the launcher's store either",
     "unknown": "come to the launcher's store, and what became of that process is not known",
@@ -164,7 +164,7 @@ class LauncherPeers(PeerStatusHook):
         return 0
 
     def wait_until_left(self, seconds: float) -> int:
-        """Wait until the others have been told."""
+        """Wait until the others have been told, for so many seconds at most."""
         if self._leaving is not None and _last_silence is None:
             self._leaving.join(seconds)
         return 0

@@ -35,7 +35,7 @@ _LEFT = "left"
 
 
 class GroupStore(PrefixStore):
-    """The part of a store that belongs to one group; the name of a group that is made over this part is used once."""
+    """The part of a store that belongs to one group; each name of a group that is made in this part is used once."""
 
     one_attempt = True
 
@@ -90,7 +90,7 @@ class Numbering:
     name
         What the groups are called in messages: "process group 'default'".
     place
-        The place of the groups in the store.
+        The prefix of the groups' keys in the store.
     rank, size
         This rank, and the number of ranks.
     tell
@@ -139,7 +139,7 @@ class Numbering:
                 continue
             made = _Made(number, self._rank, self._size, self._process)
             # FIRST is written before this rank's own key. Otherwise a second process of this rank that finds the key
-            # but not FIRST takes the group for over and begins another one, while this rank waits in this one alone.
+            # but not FIRST regards the group as over and begins another one, while this rank waits alone in this one.
             if self._fits(made, last) and self._put(self._rank, packed, made) and self._base() < number:
                 return number
 
@@ -230,7 +230,10 @@ class Numbering:
         return False
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:
-        """Return whether this rank stays in the group that it makes; raise ValueError if that has another size."""
+        """Return whether this rank stays in the group of this number, or the ranks skip the number.
+
+        A group that other ranks make with another size raises ValueError.
+        """
         packed = self.part(made.number).compare_set(FIRST, None, made.packed())[1]
         first = _read(packed) or made
         if first.size != self._size:

@@ -124,7 +124,7 @@ def pack(status: dict[str, Any]) -> bytes:
 
 
 def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
-    """Return the state of a rank from its packed status; `state` replaces the one that it told, unless it is ""."""
+    """Return the state of a rank from its packed status; `state`, unless it is "", replaces the one in that status."""
     try:
         fields = json.loads(packed or b"{}")
         moment = time.time()

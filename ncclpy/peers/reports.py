@@ -78,7 +78,7 @@ class Reports:
     answer
         Returns the status for an answer, which may be more detailed than the published one; `look` by default.
     thread
-        The thread that an answer has the stack of; the main thread by default.
+        The thread of which an answer contains the stack; the main thread by default.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Reports:
         thread: int | None = None,
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.watched = True  # the others are told at once that they are asked
+        self.watched = True  # the store reports changes, so a question reaches the others at once
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._look_for_answer = look if answer is None else answer
         self._thread = thread
@@ -106,7 +106,7 @@ class Reports:
     def begin(self, source: Any) -> None:
         """Have the store publish this rank's status by itself, from a native source of it, if it can."""
         rest = b"," + pack({"process": process()})[1:]  # its last fields, and the closing brace
-        with contextlib.suppress(StoreError):  # the next write from Python shows it
+        with contextlib.suppress(StoreError):  # if the store has failed, the next write from Python raises the error
             self._publication = self.store._publish_status(self.key(self.rank), rest, ASKED, source)
 
     def end(self) -> None:
@@ -207,7 +207,7 @@ class Reports:
         return [states[rank] for rank in sorted(states)]
 
     def _clear(self, number: int, aside: bool) -> None:
-        """Delete the answers to a question; `aside`, in a thread, if the store is slow: the caller waits for them."""
+        """Delete the answers to a question; in a thread with `aside`: a slow store would hold the caller up."""
         if aside:
             with contextlib.suppress(RuntimeError):  # no thread can be started
                 threading.Thread(target=self._clear, args=(number, False), name="ncclpy-clear", daemon=True).start()

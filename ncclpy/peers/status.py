@@ -69,7 +69,7 @@ class End:
     handles
         The handles of the groups that are reconfigured together, if this is why.
     kind
-        The name of the exception's class on the rank that tells it: all ranks raise the same.
+        The name of the class of the exception on the rank that tells the end: all ranks raise this class.
     only_if_asked
         Whether ranks ignore it when it is announced and read it only on their own, such as after their process was
         stopped; normally they learn of this end in another way.
@@ -84,7 +84,7 @@ class End:
     only_if_asked: bool = False
 
     def packed(self) -> bytes:
-        """Return it as it is sent."""
+        """Return the end as it is written into the store."""
         fields = {
             "text": self.text,
             "rank": self.rank,
@@ -142,7 +142,7 @@ class StatusService:
     rendezvous
         The rendezvous of the ranks.
     thread
-        The thread that an answer has the stack of; the main thread by default.
+        The thread of which an answer contains the stack; the main thread by default.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class StatusService:
     on_gone
         Called with a rank when its process has ended, see `start`.
     own_title
-        The first rank with the name of the group or communicator, for error texts and logs.
+        Names the first of these ranks, with the group or communicator, in error texts and logs.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class StatusService:
             self._end_watches()
 
     def hear(self, change: Change) -> None:
-        """Take what another rank has told or asked."""
+        """Process an end or a question that another rank has written."""
         if self.is_over or change.value is None:
             return
         if change.key == ENDED:

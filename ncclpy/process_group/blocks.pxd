@@ -9,7 +9,8 @@ from ncclpy.process_group.connection cimport Request
 cdef class Block
 
 
-# The owner of coalescing blocks: told when a thread enters one, when it leaves it, and whether to launch it then.
+# The owner of coalescing blocks: told when a thread enters or leaves a block; `launches` is whether the owner then
+# launches the block's operations.
 cdef class BlockOwner:
     cdef int open_block(self, Block block) except -1
     cdef int shut_block(self, Block block, bint launches) except -1

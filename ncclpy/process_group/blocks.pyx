@@ -1,4 +1,4 @@
-"""Blocks of a thread's operations: those that are one launch, and those that have a deadline of their own."""
+"""Blocks of a thread's operations: a coalescing block is one launch, a deadline block sets their timeout."""
 
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport uint64_t, uintptr_t
@@ -40,7 +40,7 @@ cdef class _Open(Awaited):
 
 
 cdef class Block:
-    """A coalescing block: a context manager, which gives its work."""
+    """A coalescing block: a context manager; entering it returns the block's work."""
 
     def __init__(self):
         raise TypeError("a block is made by ProcessGroup.coalescing()")
@@ -125,11 +125,12 @@ cdef class Block:
         if self.request.brought is not None:
             self.request.brought.add(operation, lowered, view, self.rank, self.size, tag)
         for i in range(before, self.request.count):
-            self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
+            self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's stream
         if not self.held:
             self.work.entry.operation, self.work.entry.datatype = operation.kind, operation.datatype
             self.work.entry.tag = max(tag, -1)
-            fill_fingerprint(&self.request.call, operation, view)  # to match it, if it stays the only one
+            # `Submission.matched` compares it, if this stays the block's only operation.
+            fill_fingerprint(&self.request.call, operation, view)
         else:
             self.work.entry.tag = -1
         self.request.point_to_point = pair and (self.request.point_to_point or not self.held)
@@ -142,7 +143,7 @@ cdef class Block:
         return 0
 
     cdef int record(self, CUstream stream) except -1:
-        """Have the group's stream wait for what produces the inputs: by the work's event, or now if there are several."""
+        """Have the group's stream wait for the inputs: by the work's event, or at once for several producers."""
         for producer in self.producers:
             if len(self.producers) == 1:
                 record_behind(self.work, <CUstream><uintptr_t>producer)
@@ -154,7 +155,10 @@ cdef class Block:
         return 0
 
     cdef bint record_captured(self) except -1:
-        """Return whether the producers' streams are being captured; if so, put operations without one on the first."""
+        """Return whether the producers' streams are being captured.
+
+        If so, operations without a producer are captured on the first of these streams.
+        """
         cdef CUstream stream = captured_of(self.producers, self.work.device)
         cdef size_t i
         if stream == NULL:

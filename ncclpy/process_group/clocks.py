@@ -84,7 +84,7 @@ class Clocks:
                 self._store.set(_ANSWER_PREFIX + question, repr(self._now()).encode())
 
     def look(self) -> None:
-        """Compare this clock with rank 0's, in a thread of its own, if the last time was long ago."""
+        """Compare this clock with rank 0's, in a thread of its own, if the last comparison was long ago."""
         if self._rank == 0 or self._now() < self._next_comparison:
             return
         root_clock = self._store.compare_set(_CLOCK_KEY, None, None)[1]
@@ -110,7 +110,7 @@ class Clocks:
             _log.debug("rank %d could not compare its clock with that of rank 0: %s", self._rank, failure)
             return
         previous, moment = self._known.clock, self._now()
-        # An estimate from a busy moment may be worse than an older one with its drift.
+        # An estimate from a busy moment may be worse than an older one plus the drift since then.
         if previous is None or error <= previous["error"] + _DRIFT * (moment - previous["at"]):
             self._known.clock = {"of": root_clock, "offset": offset, "error": error, "at": moment}
 

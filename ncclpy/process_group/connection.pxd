@@ -20,8 +20,9 @@ cdef class CallSignature:
     cdef int add(
         self, const Operation* operation, Lowered lowered, const View* view, int rank, int nranks, int tag
     ) except -1
-    # Return all of it as bytes, for other ranks.
+    # Return the calls and messages as a note for other ranks, see check/mismatch.py.
     cdef bytes packed(self)
+    # Add a collective to `calls`; `name` is that of its type, `uneven` whether parts may differ, `parts` their counts.
     cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1
 
 

@@ -150,7 +150,7 @@ cdef class Request:
         return 0
 
     cdef int add_all(self, Lowered lowered) except -1:
-        """Add the operations that a collective is lowered to; all ranks leave out those of empty parts."""
+        """Add the operations that a collective is lowered to; all ranks leave out the operations of empty parts."""
         cdef size_t i
         for i in range(lowered.count):
             if lowered.operations[i].count:
@@ -175,7 +175,7 @@ cdef class Request:
         cdef unsigned long long all_of_them = 0
         if self.count == 1:
             return signature_of(self.steps)
-        for i in range(self.count):  # FNV's step
+        for i in range(self.count):  # a step of the FNV hash for each operation
             all_of_them = (all_of_them ^ signature_of(&self.steps[i])) * 1099511628211ULL
         return all_of_them | 1ULL << 31  # never 0
 
@@ -241,8 +241,8 @@ cdef class Connection(CommunicatorSet):
         The first part of its name in the recorder; the rest distinguishes it from others of this title.
     peer : int
         The peer's rank in the group; -1 for the communicator of all ranks. The two ranks of a pair exchange a byte
-        first, so that NCCL connects them then. At the first operation a lane would wait for that, and hold up the
-        other pairs of its device.
+        when their communicator is made, so that NCCL connects them. Otherwise a lane would wait for the connection at
+        the first operation, and hold up the other pairs of its device.
     device : int
         The device of this rank.
     rank, nranks : int

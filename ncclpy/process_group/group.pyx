@@ -24,7 +24,7 @@ from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
 
-# The bound of colors that `split` exchanges; within it, wrong ones are refused on all ranks.
+# The bound of the colors that `split` exchanges: within it, an invalid color is refused on all ranks.
 cdef long long _FAR = 1LL << 62
 
 
@@ -63,7 +63,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         on all ranks; its works, and every later call, raise. ``"exit"``: nothing is aborted; once the other ranks
         know, the recorder is dumped to stderr and the process ends with status 70. ``"exit_now"``: the process ends at
         once, without a dump. ``"report"``: the operation's work fails, the logger ``ncclpy.process_group`` reports it,
-        and the group goes on: the late operation may still complete.
+        and the group continues: the late operation may still complete.
     check : str, optional
         Whether the ranks compare operations before their launch; the same on all ranks. ``"first"``: operations with a
         new combination of name, type, count, root and operator. ``"always"``: all operations; each collective then
@@ -155,7 +155,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def seq(self):
-        """The number of collectives begun; a coalesced group counts as one. Equal on ranks at the same place."""
+        """The number of collectives begun; a coalesced group counts as one. Equal on ranks at the same call."""
         return self.lifecycle.collectives
 
     @property
@@ -168,7 +168,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def communicator(self):
-        """The group's `Communicator` with all ranks, None until it is made; not ordered with the group's calls."""
+        """The group's `Communicator` with all ranks, None until it is made; its calls have no order with the group's."""
         return self.lifecycle.communicator()
 
     # Coalesced operations.
@@ -268,7 +268,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         return Deadline(self.submission.deadlines, as_timeout(seconds))
 
     def all_reduce_sparse(self, indices, values, *, shape=None, stream=None, timeout=None):
-        """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.
+        """Sum sparse arrays over all ranks: values of the same index are added up, and each rank gets all sums.
 
         The ranks first exchange how many entries they bring, so the call waits until all ranks have called it. Then
         each rank gathers the indices and the values of all, in one launch of uneven parts. `seq` counts two
@@ -351,7 +351,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         peers : iterable of int, optional
             Ranks to connect to for sends and receives as well.
         timeout : float, optional
-            Seconds to wait; the group's timeout by default. The making itself continues, within the group's timeout.
+            Seconds to wait; by default the group's timeout, within which the communicator is made in any case.
 
         Raises
         ------
@@ -660,7 +660,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         high_priority=False,
         timing=False,
     ):
-        """Make this process's end of a group with all processes that the same launcher has started.
+        """Make a group of all processes that the same launcher has started; return this process's rank of it.
 
         Rank, size and device come from the launcher's variables (``ncclpy run``, torchrun, mpirun or srun; see
         `ncclpy.bootstrap.environment`), the store is that of `ncclpy.bootstrap.rendezvous`, which waits `timeout`
@@ -763,8 +763,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
     def explain(self, error):
         """Add to an error what all ranks do now, as in the errors that end the group.
 
-        For a wait that ended before its work did: `Work.wait` with a timeout does not ask the ranks, as the work goes
-        on.
+        For a wait that ended before its work did: `Work.wait` with a timeout does not ask the ranks, as the work
+        continues.
 
         Parameters
         ----------
@@ -793,7 +793,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Raises
         ------
         NcclTimeout
-            If some are not; they continue.
+            If some are not done in time; they continue.
         """
         cdef double seconds = self.lifecycle.timeout if timeout is None else as_timeout(timeout)
         raise_if_forked()
@@ -812,7 +812,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Parameters
         ----------
         reason : object, optional
-            What all are told.
+            The reason that all ranks are told.
         timeout : float, optional
             Seconds to wait for the communicators of this rank to be aborted; by default the call does not wait for
             that.
@@ -835,7 +835,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Raises
         ------
         NcclTimeout
-            If operations were left.
+            If operations were not done in that time.
         NcclError
             If operations have failed, and so have no result, and the program has not been given their error. It is
             raised after everything is released.

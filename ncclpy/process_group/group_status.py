@@ -98,7 +98,7 @@ class GroupStatus(StatusService):
     look
         Returns this rank's status, see `Reports`.
     place
-        A place in the store for this one group; by default the place of all groups of this name.
+        A prefix of keys in the store for this one group; by default the prefix of all groups of this name.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class GroupStatus(StatusService):
 
     @contextlib.contextmanager
     def _at_meeting(self, meetings: list[_T], meeting: _T) -> Iterator[None]:
-        """Note that this thread is at a rendezvous. `leave` waits for it, since it writes keys until it has left.
+        """Note that this thread is at a rendezvous. `leave` waits for the thread, since it writes keys meanwhile.
 
         Raises `NcclAborted` once this rank leaves the group: another rank may have deleted the group's keys.
         """
@@ -370,7 +370,7 @@ class GroupStatus(StatusService):
         kind
             The name of the exception's class.
         only_if_asked
-            Whether ranks take the end only when they ask for it.
+            See `End.only_if_asked`.
         """
         _tell(self.store, self.name, End(text, self.rank, summary, states, handles, kind, only_if_asked))
 

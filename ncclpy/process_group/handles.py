@@ -89,7 +89,7 @@ def place_of(uuid: str) -> str:
 
 
 def claim(store: Store, uuid: str, handles: Sequence[str], own_handle: str, refuse: Callable[[], object]) -> None:
-    """Reserve a uuid for these handles, before the group leaves its state.
+    """Reserve a uuid for these handles, before the group leaves its present state.
 
     `refuse` is called if other ranks have reserved the uuid for a different list that has this group's handle.
 

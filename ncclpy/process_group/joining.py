@@ -127,7 +127,7 @@ class Admitter(_JoinKeys):
     """Rank 0 of a group, which admits the processes that ask."""
 
     def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
-        """Return the handles of the processes that ask and answer, by number; wait a second for them at most.
+        """Invite the processes that ask; return the handles of those that answer within a second, by number.
 
         A process whose `check` differs from that of these ranks is not admitted, and is told why: they would wait for
         each other.

@@ -112,18 +112,23 @@ cdef class Lifecycle:
     cdef list commit(self, value, double seconds)
     # This rank's status, as JSON knows it.
     cdef dict status_now(self)
-    # Add what all ranks do to an error that ends the group; or to another error, by the function `inquire`.
+    # Add what all ranks do to an error that ends the group; return it as a sentence, if `in_words`, and as data.
     cdef tuple inquire(self, error, bint in_words=*)
+    # Add what all ranks do to an error that does not end the group; the function `inquire` asks the ranks.
     cdef int explain_by(self, error, inquire, bint in_words=*) except -1
 
     # The end of the group. All ends but `close` go through `fail`, a Python method as it takes keywords.
 
     cdef int abort(self, reason) except -1
+    # End the group of this number as another rank has told, see `End`.
     cdef int take_end(self, long long number, end) except -1
+    # End the group of this number, as something waits for a rank that is gone; with on_error="report", only log that.
     cdef int end_without(self, long long number, int rank, why) except -1
+    # Have a hook called with the error once the group has failed or was aborted, at once if it has.
     cdef int call_on_abort(self, hook) except -1
     # Wait a second at most until the end is in the store.
     cdef int wait_until_told(self) except -1
+    # Note that the calling thread is in a call that ends the group, or that raises the error that has ended it.
     cdef int note_ender(self) except -1
     cdef int close(self, timeout) except -1
 

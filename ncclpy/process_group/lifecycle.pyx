@@ -49,7 +49,7 @@ _MAIN, _SPLIT = "all", "/split"  # label of the communicator of all ranks; key o
 _TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
 #: Seconds after which a rank that was stopped repeats its question to a store that did not answer.
 _RETRY_INTERVAL = 1.0
-#: Seconds that operations in which a rank took part have to complete after its end.
+#: Seconds after the end of a rank for the operations in which the rank took part to complete.
 _GRACE = 0.5
 cdef long long _last_number = 0  # the last result of `next_number`
 
@@ -177,7 +177,7 @@ cdef class Lifecycle:
             self.meetings -= 1
 
     cdef list commit(self, value, double seconds):
-        """Return, by rank, what all ranks bring to a commit of a pool: each to its n-th commit."""
+        """Return, by rank, what all ranks bring to a commit of a pool; their n-th commits are one rendezvous."""
         self.check_usable()
         number = self.commits  # failed ones count as well: other ranks may have taken part in them
         self.commits += 1
@@ -210,7 +210,7 @@ cdef class Lifecycle:
         return 0
 
     def _class_of_later_errors(self):
-        """Return the class of the error of a call after the end: the failure's class until the failure was raised.
+        """Return the class of the error of a call after the group's end: that of the failure until a call raised it.
 
         So a rank that was in no operation at the end raises the same class as the others.
         """
@@ -817,7 +817,7 @@ cdef class PeerNews:
             group.take_end(self.number, end)
 
     def gone(self, rank, why):
-        """Take the news that a rank is gone, and why; an operation that still waits after `_GRACE` seconds waits for it."""
+        """Take the news that a rank is gone, and why; what waits `_GRACE` seconds later is taken to wait for it."""
         call_at(now() + _GRACE, functools.partial(self._check_without, rank, why, True))
 
     def silent(self, rank, why):

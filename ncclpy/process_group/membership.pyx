@@ -2,8 +2,8 @@
 
 To continue with other ranks, a group first leaves its present state: its communicators are aborted, or closed if
 nothing runs on them, and operations in flight end with an error. Then it enters another place of a store with its new
-ranks, under another number: so late effects of the old number (a thread in a call, news of a rank, a work that fails
-late) do not reach the new one.
+ranks, under another number. What belongs to the old number and takes effect late (a thread in a call, news of a rank,
+a work that fails) does not affect the group under the new one.
 
 A pair is disconnected only when the program asks for it, on both ranks. The package could disconnect a pair that was
 idle for long, after both ranks have agreed. But destroying a communicator frees device memory, which waits for
@@ -109,7 +109,7 @@ cdef class Membership:
         return 0
 
     def _waits_in_rendezvous(self, order, moment):
-        """Return whether this rank still waits for the others; from this moment on, tell them that it waits."""
+        """Return whether this rank still waits for the others; once `moment` has passed, tell them that it waits."""
         cdef Lifecycle group = self.group
         if group.failure is None and now() >= moment:
             self._tell_plan(order, "waits in reconfigure() to continue with other ranks")
@@ -279,7 +279,7 @@ cdef class Membership:
         return 0
 
     cdef int _leave(self, error, bint drained, handles) except -1:
-        """End the group's present state; it has an error until it resumes.
+        """End the group's present state; the group has an error until it resumes.
 
         The ranks of the old group are told ``handles``, see `_tell_plan`, unless the group had ended before.
         """
@@ -293,7 +293,7 @@ cdef class Membership:
         return 0
 
     cdef int _confirm(self, bint drained) except -1:
-        """Confirm the end of the present state: this rank stops listening next, and so would not hear of it later."""
+        """Confirm the end of the present state now: next this rank stops listening, so it could not confirm later."""
         cdef Lifecycle group = self.group
         cdef Connection one
         if not drained:

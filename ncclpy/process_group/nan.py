@@ -12,7 +12,7 @@ from ncclpy.core.runtime.stream import Event
 
 
 def wait_for_stream(stream, device):
-    """Wait, on the CPU, for a stream: the framework's next operation is on its current stream, not on this one."""
+    """Wait, on the CPU, for `stream`: the framework's next operation is on its current stream, not on `stream`."""
     with Event(device) as event:
         event.record(stream)
         event.synchronize()

@@ -493,7 +493,7 @@ cdef class Operations:
         return 0
 
     cdef Block _block(self, int kind, timeout):
-        """Return a coalescing block, to be entered; the recorder calls it by a kind until it has an operation."""
+        """Return a coalescing block, to be entered; the recorder shows it as a `kind` until it has an operation."""
         self.lifecycle.check_usable()
         ensure_running()
         return new_block(

@@ -1,4 +1,4 @@
-"""Options of a group, what hooks get of an operation, and how a process ends with its group."""
+"""Options of a group, what hooks are told of an operation, and how a process ends with its group."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Each survivor sets a key of its own, which is deleted when its process ends. The
 that is not known to be gone has set its key, or until its timeout. Then it writes which ranks continue under one key
 that can be written once; a rank whose timeout is earlier writes the decision itself. So all ranks get one decision,
 and a rank that is not in it cannot continue without the others. The decision has the uuid of the survivors' new
-rendezvous. If one of them dies meanwhile, the ranks at that rendezvous decide again, in its part of the store. So the
-decisions of a group are a chain, and two parts of a group can never both continue.
+rendezvous. If one of them dies meanwhile, the ranks at that rendezvous decide again, in that rendezvous' part of the
+store. So the decisions of a group are a chain, and two parts of a group can never both continue.
 
 Ranks that admit new ones (`admit`) write under the same key that they do so, before the first of them leaves their
 rendezvous. So a rank that is interrupted after the rendezvous does not recover alone.
@@ -28,8 +28,8 @@ from ncclpy.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, s
 
 __all__ = ["PreviousMembership", "Recovery", "decide", "decide_to_move"]
 
-#: Seconds between two checks: of the lowest rank for the others, and of the others for the decision. The third is
-#: added for each rank of the group, as all ranks ask the store.
+#: Seconds between two checks: by the lowest rank, whether the others have arrived; by the others, whether there is a
+#: decision; and what is added to both for each rank of the group, as all ranks ask the store.
 _POLL_INTERVAL = 0.02
 _WAIT_INTERVAL = 0.2
 _INTERVAL_PER_RANK = 0.5e-3

@@ -19,6 +19,7 @@ cdef class CollectiveCheck:
 
     # Compare this rank's calls with the other ranks' calls of this number; raise if they differ or cannot be compared.
     cdef int agree(self, long long number, CallSignature brought, double limit, object wanted) except -1
+    # Acquire the turn of this thread, before `agree`, and give it back.
     cdef int begin(self, double deadline, object wanted) except -1
     cdef int end(self) except -1
     cdef int close(self) except -1

@@ -3,8 +3,8 @@
 Each rank writes a note of what it brings to the group's n-th collective into an exchange, which all ranks can read. It
 waits until all ranks have written a note for that number, and reads them. All waiting ranks read the same notes, so
 all reach the same result. With ``check="first"`` a rank that has compared the same calls before writes its note and
-does not wait. If those calls are new to another rank at that number, the two ranks disagree, and the other rank finds
-the note.
+does not wait. If another rank brings calls at that number that are new to it, the two ranks disagree, and that other
+rank, which waits, finds the note.
 
 The thread that begins the collective waits, one thread of a rank at a time, and holds no other lock of the package. A
 rank that leaves early marks its note, so that ranks that arrive later do not proceed without it.
@@ -54,7 +54,7 @@ cdef class CollectiveCheck:
         self.known, self.long, self.met = {}, [], []
 
     cdef int begin(self, double deadline, object wanted) except -1:
-        """Acquire this rank's turn; raise NcclAborted once `wanted` says no, NcclTimeout at the deadline."""
+        """Acquire this rank's turn; raise NcclAborted once `wanted` returns False, NcclTimeout at the deadline."""
         turn = self.turn
         if turn.acquire(False):
             return 0

@@ -32,7 +32,8 @@ cdef class PeerRoute:
     # Return the peer's message; None if it is not known yet.
     cdef tuple look(self, tuple key)
     cdef int forget(self, tuple key) except -1
-    # Take the next step of the choice and return the new state. Called by the group's thread, without the lock.
+    # Take the next step in choosing shared memory or the store, and return the new state. Called by the group's
+    # thread, without the lock.
     cdef int meet(self, RingSet own) except -1
     # Return the key in the store of a rank's message.
     cdef str key_of(self, tuple key, int rank)

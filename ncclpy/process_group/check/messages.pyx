@@ -460,7 +460,7 @@ cdef class PendingMessages:
         return True
 
     def _end_uncompared(self, Lifecycle group, Connection connection, error):
-        """End the group, or only this communicator: it is not known whether the peer has launched its match."""
+        """End the group, or only this communicator: the peer may or may not have launched the matching message."""
         if group.on_error == "report":
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)

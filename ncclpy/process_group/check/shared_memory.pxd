@@ -85,8 +85,9 @@ cdef class RingSet:
     cdef void wake(self) noexcept
     # Sleep until `changes` differs from `seen`, for so many seconds at most.
     cdef int wait(self, int seen, double seconds) except -1
-    # Poll `changes` instead of sleeping, from `watch` to `leave`. `is_woken` does so until it differs from `seen`, or
-    # until a moment, and returns whether it differs.
+    # From `watch` to `leave` a thread polls `changes` instead of sleeping, and peers wake no sleeper. `is_woken` polls
+    # until `changes` differs from `seen`, or until a moment, and returns whether it differs. If it differs at the end,
+    # `leave` wakes the sleepers.
     cdef void watch(self) noexcept
     cdef bint is_woken(self, int seen, double until) noexcept
     cdef void leave(self, int seen) noexcept

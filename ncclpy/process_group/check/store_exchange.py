@@ -1,6 +1,6 @@
 """What ranks on several machines bring to their collectives, in the group's store.
 
-A rank that waits for the others sets its note under a key of that collective. With ``check="first"`` a rank that has
+A rank that waits for the others sets its note under a key of the collective. With ``check="first"`` a rank that has
 brought the same calls before does not wait, and sets nothing: it remembers its last notes, and sets one when a rank
 that has waited for long asks for it.
 """
@@ -26,7 +26,7 @@ _log = logging.getLogger("ncclpy.process_group")
 _REMEMBERED = 4096
 #: Seconds of waiting after which the missing ranks are asked for their notes.
 _PATIENCE = 0.05
-#: Seconds that the answering thread waits before it looks whether the group was closed.
+#: Seconds between two checks of the answering thread whether the group was closed.
 _SLICE = 0.5
 
 _COMPARES, _PASSED, _LEFT = b"+", b"=", b"-"
@@ -43,7 +43,8 @@ class StoreExchange:
     rank, size
         This rank, and the number of ranks.
     on_demand
-        Whether ranks set no notes for collectives that they know, so that other ranks have to ask for those.
+        Whether ranks set no notes for calls that they have compared before, so that other ranks have to ask for these
+        notes.
     """
 
     shared = False

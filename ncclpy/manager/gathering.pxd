@@ -59,16 +59,23 @@ cdef class Gathering(Awaited):
     cdef double timeout  # seconds; the shortest timeout of a participant
     cdef int arrived
 
+    # Compare a participant with the earlier ones; the first difference becomes `error`.
     cdef int check(self, Participant participant) except -1
+    # Count a participant in, even one that does not agree.
     cdef int join(self, Participant participant) except -1
+    # Whether all local participants have arrived and, with several nodes, the signal too (or there is an error).
     cdef bint is_ready(self) noexcept
+    # Sort the participants by rank and find the root; compare their memory. A contradiction becomes `error`.
     cdef int settle_roots(self) except -1
     cdef int settle_memory(self) except -1
     cdef int _compare_memory(self, Operation* o) except -1
     cdef str _operation_name(self, size_t place)
+    # Fail every participant; `let_go` must follow where users' code may run, and releases what they have brought.
     cdef int end(self, object error) except -1
     cdef int let_go(self) except -1
+    # A text with the key before it.
     cdef object say(self, str what)
+    # The error of a key with participants that are missing at its deadline.
     cdef object overdue(self)
     cdef str _waits_for(self, bint shows_key)
 
@@ -98,14 +105,21 @@ cdef class DeviceSet(CommunicatorSet):
     cdef readonly object end_thread
     cdef object __weakref__
 
+    # Prepare the rendezvous in the store, if there is one, that precedes the making of the communicators.
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
+    # Add to an error what the ranks do, if they have a store.
     cdef int inquire(self, object error) except -1
+    # Let the error share `informed`, so that each thread is given one error of these communicators.
     cdef int note_failure(self, object error) except -1
     cdef int _fence_and_note(self, set readers) except -1
+    # Have a collective wait for the communicators, which are still being made.
     cdef int wait(self, Gathering gathering) except -1
+    # Launch a collective; return the launch if `here` allows it and the caller must make the calls.
     cdef Launch launch(self, Gathering gathering, bint here)
     cdef int _fill(self, Launch launch, Gathering gathering) except -1
 
 
+# The ranks of the participants, in the order of these.
 cdef tuple ranks_of(Gathering gathering)
+# Raise if a communicator key is used with other devices or ranks than when its communicators were made.
 cdef int check_members(DeviceSet device_set, Gathering gathering, tuple devices) except -1

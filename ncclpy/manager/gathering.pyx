@@ -49,7 +49,7 @@ cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
 @cython.freelist(64)
 @cython.final
 cdef class Key:
-    """The key of a collective, for dicts under a lock; the methods of its value's class run outside all locks.
+    """The key of a collective, for dicts that are used under a lock: methods of users' classes run outside all locks.
 
     The value is hashed once, outside all locks. Values of plain types are compared under the lock. Otherwise the key
     of a look-up notes the keys that it would have to be compared with (`keys_to_compare`), and takes them to be
@@ -787,7 +787,7 @@ def _retry_of(reference):
 
 
 def _text_function_of(Gathering gathering not None):
-    """Return a function that makes a text about a collective, with its key."""
+    """Return a function that returns a text about a collective, with the collective's key before it."""
     return lambda what: gathering.say(what)
 
 

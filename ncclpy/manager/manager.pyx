@@ -84,8 +84,8 @@ Gather the participants of collectives by key, and launch each collective when a
         NCCL's configuration for the communicators.
     store : Store, optional
         A store that the processes of a ``communicator_key`` share, or an object that `ncclpy.bootstrap.as_store`
-        accepts. The processes meet there before NCCL is called, within the collective's timeout; the error after it
-        names the missing ranks and has them in ``missing``. Later errors say what each rank does, and have it in
+        accepts. The processes meet there before NCCL is called, within the collective's timeout; the error after that
+        time names the missing ranks and has them in ``missing``. Later errors say what each rank does, and have it in
         ``ranks``. All processes must give a store, or none.
     """
 

@@ -63,7 +63,7 @@ def meet(
     timeout
         Seconds for all to arrive.
     say
-        Returns a text about the waiting collective, with its key.
+        Called with a text about the waiting collective; returns the text with the collective's key before it.
     wanted
         Called at intervals; returns whether the communicators are still to be made.
     owner, look, oplogs, end_owner

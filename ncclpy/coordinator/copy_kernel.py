@@ -20,13 +20,13 @@ PTX = b"""
     .reg .pred p, q;
     .reg .b32 block, low, high, middle, first, word, step, lane, t;
     .reg .b32 v<16>;
-    .reg .b64 at, from, to, size, begin, left, i, source, target, base, wide;
+    .reg .b64 at, from, to, size, begin, left, i, source, target, table_base, wide_bytes;
     .reg .b16 byte;
 
     // Which entry this block belongs to: the last entry whose first block is at most this block.
     mov.u32 block, %ctaid.x;
     mov.u32 lane, %tid.x;
-    mov.u64 base, table;
+    mov.u64 table_base, table;
     ld.param.u32 high, [table];
     mov.u32 low, 0;
 search:
@@ -36,7 +36,7 @@ search:
     add.u32 middle, low, high;
     shr.u32 middle, middle, 1;
     mul.wide.u32 at, middle, 4;
-    add.u64 at, at, base;
+    add.u64 at, at, table_base;
     ld.param.u32 first, [at+3464];
     setp.le.u32 p, first, block;
     @p mov.u32 low, middle;
@@ -44,10 +44,10 @@ search:
     bra search;
 found:
     mul.wide.u32 at, low, 4;
-    add.u64 at, at, base;
+    add.u64 at, at, table_base;
     ld.param.u32 first, [at+3464];
     mul.wide.u32 at, low, 8;
-    add.u64 at, at, base;
+    add.u64 at, at, table_base;
     ld.param.u64 from, [at+8];
     ld.param.u64 to, [at+1160];
     ld.param.u64 size, [at+2312];
@@ -75,18 +75,18 @@ found:
     and.b32 word, t, 3;
     setp.ne.u32 p, word, 0;
     @p mov.u32 step, 1;
-    mov.u64 wide, 0;
+    mov.u64 wide_bytes, 0;
     setp.eq.u32 p, step, 1;
     @p bra bytes;
     setp.eq.u32 p, step, 4;
     @p bra words;
 
-    and.b64 wide, left, -16;
+    and.b64 wide_bytes, left, -16;
     mul.wide.u32 i, lane, 16;
     @q bra zeros;
 four:  // 4 units of 16 bytes for each thread, 4096 bytes apart, so that the block's accesses are contiguous
     add.u64 at, i, 12288;
-    setp.ge.u64 p, at, wide;
+    setp.ge.u64 p, at, wide_bytes;
     @p bra one;
     add.u64 at, source, i;
     ld.global.v4.u32 {v0, v1, v2, v3}, [at];
@@ -101,7 +101,7 @@ four:  // 4 units of 16 bytes for each thread, 4096 bytes apart, so that the blo
     add.u64 i, i, 16384;
     bra four;
 one:
-    setp.ge.u64 p, i, wide;
+    setp.ge.u64 p, i, wide_bytes;
     @p bra bytes;
     add.u64 at, source, i;
     ld.global.v4.u32 {v0, v1, v2, v3}, [at];
@@ -112,7 +112,7 @@ one:
 zeros:
     mov.u32 v0, 0;
 more:
-    setp.ge.u64 p, i, wide;
+    setp.ge.u64 p, i, wide_bytes;
     @p bra bytes;
     add.u64 at, target, i;
     st.global.v4.u32 [at], {v0, v0, v0, v0};
@@ -120,10 +120,10 @@ more:
     bra more;
 
 words:
-    and.b64 wide, left, -4;
+    and.b64 wide_bytes, left, -4;
     mul.wide.u32 i, lane, 4;
 each:
-    setp.ge.u64 p, i, wide;
+    setp.ge.u64 p, i, wide_bytes;
     @p bra bytes;
     mov.u32 v0, 0;
     add.u64 at, source, i;
@@ -135,7 +135,7 @@ each:
 
 bytes:  // what is left
     cvt.u64.u32 i, lane;
-    add.u64 i, i, wide;
+    add.u64 i, i, wide_bytes;
 last:
     setp.ge.u64 p, i, left;
     @p bra done;

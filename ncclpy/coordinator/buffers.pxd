@@ -57,6 +57,8 @@ cdef class Copier:
     cdef readonly int device
     cdef CUfunction function  # NULL for none: each copy is then a driver call
 
+    # Enqueue copies into a slot (`inwards`) or out of it; `together`: the device can address the memory of all arrays,
+    # so one kernel may make many copies.
     cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil
     cdef CUresult _launch(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, CUstream stream) noexcept nogil
 
@@ -73,6 +75,7 @@ cdef class FusionBuffer:
     cdef CUevent free  # recorded after its last use; NULL before the first
     cdef bint used
 
+    # Provide so much memory, and let a stream wait until the buffer's last use is over.
     cdef int take(self, size_t nbytes, CUstream stream) except -1
 
 
@@ -97,6 +100,7 @@ cdef class Ending:
     cdef object cause_of(self, object error)
 
 
+# Seconds that a launching thread waits for a launch or a slot before it copies CPU memory.
 cdef double COPY_WAIT
 
 
@@ -118,8 +122,11 @@ cdef class FusedLaunch(LaunchGroup):
     cdef bint together  # the device can address all of the copied memory
     cdef readonly object kept
 
+    # Add an array to the next copies, in or out.
     cdef int add(self, void* at, size_t offset, size_t nbytes) except -1
+    # Have the copies in wait until a work's input is ready.
     cdef int follow(self, Work work) except -1
+    # Enqueue the added copies into the slot; `add` then collects the copies out.
     cdef int copy_in(self, CUstream stream) except -1
 
 

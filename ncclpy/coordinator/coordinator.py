@@ -83,9 +83,9 @@ class Coordinator(Operations):
         all-reduces each rank remembers as it last brought them. If a step has more names, each of them is negotiated
         as if it were new.
     timeout : float, optional
-        Seconds within which all ranks have to bring an operation that one of them has brought, and then within which
-        the operation must be done. None: no limit for the former, and for the latter the group's own timeout, or ten
-        minutes.
+        Seconds within which all ranks have to bring an operation that one of them has brought, and again within which
+        the operation must then be done. With None there is no limit for bringing it; it must be done within the
+        group's own timeout, or ten minutes.
     stall_after : float
         Seconds after which rank 0 warns, by the logger ``ncclpy.coordinator``, of an operation that some ranks have
         not brought.
@@ -106,7 +106,7 @@ class Coordinator(Operations):
     rank, size : int
         This rank's number, and the number of ranks.
     local_rank, local_size : int
-        The same among the ranks of this machine.
+        This rank's number among the ranks of this machine, and their number.
     """
 
     def __init__(

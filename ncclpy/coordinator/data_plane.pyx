@@ -493,7 +493,7 @@ cdef class DataPlane:
         return self._add_copy_out(fused, brought, result)
 
     def exchange(self, TensorEntry brought not None, send_counts, recv_counts, bint even, result):
-        """Launch an all-to-all; the counts are of elements. `even` if all ranks' parts have one size, not 0."""
+        """Launch an all-to-all; the counts are of elements. `even`: all ranks' parts have one size, which is not 0."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
@@ -511,7 +511,7 @@ cdef class DataPlane:
         return self._add_copy_out(fused, brought, result)
 
     def fuse(self, list members, int datatype, int op, factor, bint on_device):
-        """Launch one all-reduce of several arrays in a fusion buffer; `on_device` if they are in device memory.
+        """Launch one all-reduce of several arrays in a fusion buffer; `on_device`: they are in device memory.
 
         Parameters
         ----------
@@ -596,7 +596,7 @@ cdef class DataPlane:
         return 0
 
     cdef FusedLaunch _next_fused_launch(self, size_t nbytes, bint together):
-        """Return a launch through the next slot; `together` if the device can address the copied memory."""
+        """Return a launch through the next slot; `together`: the device can address the copied memory."""
         cdef FusionBuffer slot
         if not self.slots:
             self._make_slots(0)

@@ -29,7 +29,7 @@ constexpr double kFarewell = 1.0;  // seconds at the end for what is not sent ye
 // call here and wakes the receiving thread, which takes longer than bringing a few more operations.
 constexpr double kTogether = 40e-6;
 // Seconds for which a thread that brings one operation after the other is not disturbed by the thread that takes
-// received frames, and the GIL.
+// received frames, which would take the GIL.
 constexpr double kUndisturbed = 500e-6;
 // Seconds after an operation for which the thread that waits for the response stays awake, as waking up takes as long
 // as the rest of the exchange: half a millisecond, and longer with kManyCores cores or more.
@@ -440,7 +440,7 @@ void Control::step(double until, bool reads) {
     if (send_due_ != 0) until = std::min(until, send_due_);
     if (reads && !frames_.empty()) {
       if (!is_in_burst(time)) return;
-      until = std::min(until, time + kTogether);  // for more of the burst; perhaps nothing ends the wait
+      until = std::min(until, time + kTogether);  // more of the burst may arrive until then
     }
     polled_.clear();
     polled_links_.clear();

@@ -45,6 +45,7 @@ class Control : public std::enable_shared_from_this<Control> {
   // Returns false if no thread can be started.
   bool start();
 
+  // Calls of this rank, as those of Node; in any thread, and they wait only for the mutex.
   Brought bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
 
   // bring(), if the mutex is free; else returns false and changes nothing.
@@ -81,19 +82,30 @@ class Control : public std::enable_shared_from_this<Control> {
 
   using Lock = std::unique_lock<store::Mutex<NCCLPY_LOCK_COORDINATOR>>;
 
+  // The Control's own thread: attends while no thread has waited in next() for long, then says goodbye: sends what is
+  // left, and waits a while until the other ends are closed.
   static void* main(void* self);
   void run();
   void attend();
   void say_goodbye();
+  // Receives and processes frames until the time `until`; by the attending thread, without the mutex. `reads`: that
+  // thread is in next(), so a frame for it ends the wait.
   void step(double until, bool reads);
+  // Whether a thread brings one operation after the other, so that it is better not disturbed by a reader.
   bool is_in_burst(double now) const;
   Brought bring_locked(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
                        bool joinable);
+  // Makes a frame of what was brought and is not sent yet.
   void settle_brought();
+  // Sends the node's frames, and passes its records to next(); `attends`: this is the attending thread.
   void flush(double now, bool attends = false);
+  // Sends as much of a link's queue as the socket takes.
   void send_queued(Link& link);
+  // Queues a frame for a link; an empty one is a heartbeat.
   void enqueue(Link& link, std::string_view frame, double now);
+  // Reads and processes what has arrived on a link; false once the connection is gone.
   bool read(Link& link, std::vector<char>& scratch, double now);
+  // Closes a link, and has the node report its rank as lost.
   void drop_link(Link& link, const std::string& why);
   void wake_attendant();
 

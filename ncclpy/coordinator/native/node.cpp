@@ -282,8 +282,8 @@ bool Node::was_done(const Name& name, uint64_t seen) const {
   return done != done_.end() && seen < done->second;
 }
 
-// Whether this rank has the operation from these ranks, which bring it again as its slot was reused: it may have ended
-// since.
+// Whether an operation in full is received too late: it has ended, or was forwarded already. Ranks below bring an
+// operation in full again if its slot was reused.
 bool Node::is_late(const Name& name, uint64_t seen) const {
   if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);

@@ -28,15 +28,15 @@ constexpr uint32_t kAllRanks = 0;
 constexpr uint32_t kSets = UINT32_MAX;
 
 enum class Kind {
-  run,
-  mismatch,
-  after_join,
-  overdue,
-  stalled,
-  all_joined,
-  group,
-  closing,
-  ended,
+  run,         // all ranks have brought an operation: to be launched
+  mismatch,    // an operation on which the ranks disagree
+  after_join,  // an operation that is not defined without the ranks that have joined
+  overdue,     // an operation that not all ranks have brought in time
+  stalled,     // a warning of an operation that waits for long; at the root only
+  all_joined,  // all ranks have joined
+  group,       // a new process set
+  closing,     // a shutdown with `drain` has begun
+  ended,       // the coordinator has ended
 };
 
 // Ranks that have brought the same operation, with the same `fixed`, under one name.
@@ -45,6 +45,7 @@ struct Part {
   Bits ranks;
 };
 
+// Another waiting operation, for a warning, and the ranks that have brought it.
 struct Neighbour {
   std::string key;
   Bits ranks;
@@ -67,6 +68,8 @@ struct Record {
   std::string reason;
 };
 
+// The outcome of bringing an operation: it was taken; or refused, as it is in flight already, the coordinator shuts
+// down, this rank has joined, the coordinator has ended, or the rank is in no such process set.
 enum class Brought { taken, twice, closing, joined, ended, no_group };
 
 struct Counters {
@@ -124,7 +127,8 @@ class Node {
  public:
   Node(Place place, size_t cache, double timeout, double stall_after);
 
-  // Calls of this rank.
+  // Calls of this rank. A rank that joins brings nothing more until all have joined. A shutdown with `drain` lets the
+  // operations run that all ranks have brought.
   Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now);
   Brought join();
   void shut_down(bool drain, const std::string& reason);
@@ -194,24 +198,36 @@ class Node {
   Members members(const Name& name) const;
   Entry& entry(const Name& name, double now);
   void add_mine(const Name& name, const Mine& mine, double now);
+  // Ranks bring what a slot holds.
   void add_bit(uint32_t slot, const Bits& who, double now);
+  // Forwards an operation upwards, or at the root to ready_, if all ranks below have brought it or joined.
   void complete(const Name& name, Entry& entry);
   void complete_all();
+  // Turns the bits of ranks that bring what the cache holds into full parts.
   void expand(const Name& name, Entry& entry);
+  // Reports upwards an operation that waits for long, and the ranks below that have brought it.
   void hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
+  // At the root: sends the response to an operation that all ranks have brought.
   void judge(const Name& name);
+  // At the root: the slot for an operation, kNoSlot if none can be replaced.
   uint32_t find_slot(const Name& name);
+  // Adds a record to the next frame downwards, and applies it here.
   void send_down(Writer record);
+  // Adds the collected bits_down_ to the next frame downwards.
   void send_bits();
   void apply(Reader& frame, double now);
   void run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns);
+  // Ends an operation with a record for this rank, if it is a member.
   void finish(const Name& name, Record record);
   void fill_slot(uint32_t slot, const Name& name, Slot filled, double now);
   void note_joined(const Bits& ranks);
   void ask_shut_down(int64_t rank, bool drain, const std::string& reason);
   void tell_lost(const Bits& lost, const std::string& reason);
   void end_frame();
+  // Joins, if this rank wants to and nothing that it has brought is waiting; returns whether it has joined now.
   bool check_joined();
+  // `seen` is the last frame that the sender of a record had applied: whether the operation in the record has ended
+  // later, and (is_late) whether it has ended later or was forwarded already.
   bool is_late(const Name& name, uint64_t seen) const;
   bool was_done(const Name& name, uint64_t seen) const;
   bool all_closed() const;

@@ -12,12 +12,12 @@ from ncclpy.memory.registry import adopt, disown, give, open_allocator, take
 
 
 def source(device: int | None) -> CudaCoreSource:
-    """Return a new resource, of a device or of the current one."""
+    """Return a source with a new memory resource, of `device` or of the current device."""
     return CudaCoreSource(device)
 
 
 def source_over(theirs: Any) -> CudaCoreSource:
-    """Return a resource that takes its memory from another one, and registers it."""
+    """Return a source with a memory resource that takes its memory from the resource `theirs`, and registers it."""
     return CudaCoreSource(None, theirs)
 
 

@@ -89,7 +89,7 @@ class MpiBackend:
         return made
 
     def take(self, comm: Any, error: BaseException | None) -> None:
-        """Set the communicator, or the error because of which there is none."""
+        """Take over the communicator that was made, or the error because of which there is none."""
         self.comm, self.error = comm, error
         self.settled.set()
 

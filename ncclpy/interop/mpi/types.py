@@ -13,7 +13,7 @@ __all__ = ["MPI", "narrowed", "operator_of", "plain", "type_of", "widened"]
 
 
 class _Late:
-    """The names of mpi4py.MPI, which is imported, and so initialised, at the first use of one."""
+    """The names of mpi4py.MPI: the first use of a name imports the module, which initialises MPI."""
 
     def __getattr__(self, name: str) -> Any:
         from mpi4py import MPI

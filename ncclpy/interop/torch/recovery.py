@@ -56,7 +56,7 @@ def recover(timeout: float, min_size: int = 1) -> Recovery:
 
     They agree on the survivors (`ncclpy.ProcessGroup.recover`). Then the world and all groups are destroyed, and the
     world is made anew, of the survivors in the order of their ranks, over the same store. What was made for the old
-    groups, such as a ``DistributedDataParallel``, has to be made again; the module in it can still be used.
+    groups, such as a ``DistributedDataParallel``, has to be made again; the module that it wraps can still be used.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _DEADLINE = 600.0
 
 
 def register() -> None:
-    """Register this backend for ``init_process_group("ncclpy")``, unless it is, for example by the entry point."""
+    """Register this backend for ``init_process_group("ncclpy")``, unless the entry point, say, has done so already."""
     from torch.distributed import Backend
 
     import _ncclpy_torch

@@ -22,7 +22,7 @@ _BITWISE = {5: "BAND", 6: "BOR", 7: "BXOR"}
 
 @contextlib.contextmanager
 def _plainly(tensor: Any) -> Iterator[Any]:
-    """Give a tensor in a form that can be written, also for a parameter or one made under inference mode."""
+    """Yield a tensor in a form that can be written, also for a parameter or a tensor made under inference mode."""
     import torch
 
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():

@@ -15,7 +15,7 @@ POISON = 0xFF
 # How many bytes are copied from the device at a time.
 CHUNK = 4 << 20
 
-# Reads ``nbytes`` of device memory, ``offset`` bytes from the start of the output, into an array of bytes.
+# Fills an array of bytes from the output in device memory, from a byte of the output (the first argument) on.
 Read = Callable[[int, np.ndarray], None]
 
 

@@ -99,7 +99,10 @@ class Processes(RankRunner):
         self._open = {connection: index for index, connection in enumerate(self._connections)}
 
     def receive(self, timeout: float) -> tuple[int, str, Any] | None:
-        """Return the next message, or ``None`` after `timeout` seconds; a process that died gives an error message."""
+        """Return the next message, or ``None`` after `timeout` seconds.
+
+        For a process that closes its pipe without a last message, as by its end, the message is an error.
+        """
         deadline = time.monotonic() + timeout
         while self._open:
             left = max(0.0, deadline - time.monotonic())

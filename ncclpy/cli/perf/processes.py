@@ -119,7 +119,7 @@ class Processes(RankRunner):
                 del self._open[connection]
                 process = self._processes[index]
                 process.join(GRACE)
-                return index, "error", f"its process {process.pid} ended with {_ending(process.exitcode)}"
+                return index, "error", f"its process {process.pid} {_ending(process.exitcode)}"
             if what in ("done", "error"):
                 del self._open[connection]
             return index, what, value
@@ -152,7 +152,7 @@ class Processes(RankRunner):
 
 def _ending(exitcode: int | None) -> str:
     if exitcode is None:
-        return "its pipe closed"
+        return "has closed its pipe but has not ended"
     if exitcode < 0:
-        return f"signal {signal.Signals(-exitcode).name}"
-    return f"exit status {exitcode}"
+        return f"ended with signal {signal.Signals(-exitcode).name}"
+    return f"ended with exit status {exitcode}"

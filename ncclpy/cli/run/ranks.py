@@ -117,7 +117,8 @@ class Ranks:
             for each in pipes:
                 os.close(each)
             code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
-            hint = " (ulimit -n; each process takes two here)" if error.errno == errno.EMFILE else ""
+            needs = " (raise ulimit -n: the launcher needs two descriptors for each process)"
+            hint = needs if error.errno == errno.EMFILE else ""
             raise StartError(f"{command[0]!r} cannot be started: {error.strerror}{hint}", code) from None
         os.close(out_theirs)
         os.close(err_theirs)

@@ -160,7 +160,7 @@ class LauncherPeers(PeerStatusHook):
         try:
             self._leaving = self._peer_status.leave()
         except Exception:  # the caller must continue in any case
-            _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
+            _log.warning("the other ranks of communicator %s could not be told of a leave", self._name, exc_info=True)
         return 0
 
     def wait_until_left(self, seconds: float) -> int:
@@ -220,7 +220,7 @@ def describe_late(late: NcclTimeout) -> None:
         late.args = (text,)
         late.ranks = states
     except (NcclError, ValueError, RuntimeError):  # the store may be gone meanwhile
-        _log.warning("what the ranks of a communicator do that was not made is not known", exc_info=True)
+        _log.warning("what the ranks of a communicator that was not made do is not known", exc_info=True)
 
 
 def launcher_peers_of(

@@ -648,7 +648,7 @@ cdef class DeviceSet(CommunicatorSet):
         try:
             return peer_status.leave(*message)
         except Exception:  # the caller must continue in any case
-            _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
+            _log.warning("the other processes of communicator %s could not be told of a leave", self.name, exc_info=True)
             return None
 
     def abort(self, error):

@@ -74,10 +74,10 @@ class Others:
         finally:
             # The store is closed by this launcher, or gone with machine 0: no launcher can be waited for.
             with self._news:
-                unfinished = 0 in self._here - self._done
+                server_was_running = 0 in self._here - self._done
                 self._here.clear()
                 self._news.notify_all()
-        if unfinished and self._node != 0:
+        if server_was_running and self._node != 0:
             self._failed(_LOST_EXIT, f"the launcher on {self._hosts[0]} (machine 0), which serves the store, is gone")
 
     def _follow(self) -> None:

@@ -56,9 +56,9 @@ class _Writer(FailureListener):
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset to no thread and no requests, also in a forked child."""
         self.nranks = 0  # of the largest communicator or process group so far
         self.ranks: set[int] = set()  # of this process in communicators and groups of that size
@@ -218,4 +218,4 @@ def begin(folder: str) -> None:
     writer.start()
     set_listener(writer)
     atexit.register(writer.end)
-    os.register_at_fork(after_in_child=writer.begin)
+    os.register_at_fork(after_in_child=writer.reset)

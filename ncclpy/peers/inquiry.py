@@ -21,7 +21,7 @@ _log = logging.getLogger("ncclpy.peers")
 _ANSWER_TIMEOUT = 3.0
 
 Answer = tuple[str | None, tuple[RankState, ...] | None]
-#: Finds out what all ranks do; called with the operation that this rank is in, and `alone` of `Inquiries`.
+#: Finds out what all ranks do; called with the operation that this rank is in, and `fails_alone` of `Inquiries`.
 Inquire = Callable[[OperationInfo | None, bool], Answer]
 
 
@@ -32,9 +32,9 @@ class _Inquiry:
         self.done = threading.Event()
         self.answer: Answer = None, None
 
-    def ask(self, inquire: Inquire, subject: OperationInfo | None, alone: bool, asker: str) -> None:
+    def ask(self, inquire: Inquire, subject: OperationInfo | None, fails_alone: bool, asker: str) -> None:
         try:
-            self.answer = inquire(subject, alone)
+            self.answer = inquire(subject, fails_alone)
         except Exception:  # the failure must be raised all the same
             _log.warning("%s could not ask what the others do", asker, exc_info=True)
         finally:
@@ -48,7 +48,7 @@ class Inquiries:
     ----------
     inquire
         Asks all ranks.
-    alone
+    fails_alone
         Whether ranks fail independently of each other, so that each failure asks anew; otherwise the first failure
         ends the group for all ranks, and this rank asks only once.
     asker
@@ -57,11 +57,11 @@ class Inquiries:
         Returns which processes of this machine are stopped, as the end of a sentence; it needs no store.
     """
 
-    def __init__(self, inquire: Inquire, alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:
-        self._inquire, self._alone, self._asker, self._stopped_here = inquire, alone, asker, stopped_here
+    def __init__(self, inquire: Inquire, fails_alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:
+        self._inquire, self._fails_alone, self._asker, self._stopped_here = inquire, fails_alone, asker, stopped_here
         # The running inquiry under the key "inquiry". A dict, whose methods are atomic, and no lock: a signal handler
         # may interrupt `ask` and call it.
-        self._current: dict[str, _Inquiry] = {}
+        self._running: dict[str, _Inquiry] = {}
 
     def ask(self, look: Callable[[], dict[str, Any]]) -> Answer:
         """Return what all ranks do, in a sentence and as data, or None for either.
@@ -72,12 +72,12 @@ class Inquiries:
             Returns this rank's status.
         """
         new = _Inquiry()
-        inquiry = self._current.setdefault("inquiry", new)
+        inquiry = self._running.setdefault("inquiry", new)
         if inquiry is new:
             try:
                 current = look()["current"]
                 subject = None if current is None else OperationInfo(**current)
-                question = self._inquire, subject, self._alone, self._asker
+                question = self._inquire, subject, self._fails_alone, self._asker
                 threading.Thread(target=new.ask, args=question, name="ncclpy-ask", daemon=True).start()
             except Exception:  # for example, no thread can be started
                 _log.warning("%s could not ask what the others do", self._asker, exc_info=True)
@@ -86,8 +86,8 @@ class Inquiries:
                 new.done.set()
                 raise
         answered = inquiry.done.wait(_ANSWER_TIMEOUT)
-        if self._alone and self._current.get("inquiry") is inquiry:  # the next question is a new one
-            self._current.pop("inquiry", None)
+        if self._fails_alone and self._running.get("inquiry") is inquiry:  # the next question is a new one
+            self._running.pop("inquiry", None)
         if answered:
             return inquiry.answer
         stopped = self._stopped_here()

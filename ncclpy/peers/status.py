@@ -324,17 +324,17 @@ class StatusService:
         """Ask all ranks; return what each does, by rank, see `Reports.collect`."""
         return tuple(self.reports.collect(patience))
 
-    def inquire(self, subject: OperationInfo | None, alone: bool) -> Answer:
+    def inquire(self, subject: OperationInfo | None, fails_alone: bool) -> Answer:
         """Return what all ranks do, in a sentence and as data; if that is not known, a sentence that says why.
 
         Parameters
         ----------
         subject
             The operation that this rank is in.
-        alone
+        fails_alone
             Whether this rank asks for itself; else the group ends, and one rank asks for all.
         """
-        return self.inquire_at(None if alone else _END_PLACE, subject, alone)
+        return self.inquire_at(None if fails_alone else _END_PLACE, subject, fails_alone)
 
     def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Answer:
         """Answer as `inquire` does. One rank asks for all ranks whose failure has the same `place`.

@@ -41,7 +41,7 @@ _WATCHED_PREFIX = "told/"
 ENDED = "told/ended"
 #: Prefix of the keys of the question that is asked before a group ends. Behind it: the key by which the first rank in
 #: trouble claims the question, and the key of the answer that it gets.
-_END_PLACE = "end"
+_END_PREFIX = "end"
 _TROUBLE_KEY, _ANSWER_KEY = "trouble", "said"
 #: Seconds that other ranks wait for the first rank's answer.
 _ANSWER_TIMEOUT = 2.5
@@ -135,7 +135,7 @@ class StatusService:
     ----------
     store
         The part of a store that belongs to the group or communicator.
-    known
+    own_infos
         The ranks of this process; the first of them asks and tells for all.
     size
         How many ranks there are.
@@ -163,28 +163,28 @@ class StatusService:
     def __init__(
         self,
         store: Store,
-        known: Sequence[GroupInfo],
+        own_infos: Sequence[GroupInfo],
         size: int,
         rendezvous: RankRendezvous,
         thread: int | None = None,
     ) -> None:
         self.store, self.size, self.rendezvous = store, size, rendezvous
-        self.name, self._kind = known[0].name, known[0].kind
-        self.own = [each.rank for each in known]
+        self.name, self._kind = own_infos[0].name, own_infos[0].kind
+        self.own = [each.rank for each in own_infos]
         self.rank = self.own[0]
         self.is_watched = self.is_over = False
-        self._statuses = [each.look for each in known]  # kept: the entry of a failed group loses its `look`
+        self._statuses = [each.look for each in own_infos]  # kept: the entry of a failed group loses its `look`
         self.own_title = f"rank {self.rank} of {self._kind} {self.name!r}"
         self._processes = PeerProcesses(store, self.own, lambda rank, why: self.on_gone(rank, why))
         self._heartbeats: Heartbeats | None = None
-        if size > len(known) and not rendezvous.has_leases:
+        if size > len(own_infos) and not rendezvous.has_leases:
             self._heartbeats = Heartbeats(store, self.own, size, self._processes)
         self._reports = [
             Reports(
                 store, each.rank, size, each.look, self._is_gone, rendezvous.has_joined,
-                functools.partial(_look_around, each, each.look), thread,
+                functools.partial(_status_for_answer, each, each.look), thread,
             )
-            for each in known
+            for each in own_infos
         ]  # fmt: skip
         self.reports = self._reports[0]
         self._confirmation = Confirmation(store, self.own, size, self.condition_of, self.reports.stop_of)
@@ -334,22 +334,22 @@ class StatusService:
         fails_alone
             Whether this rank asks for itself; else the group ends, and one rank asks for all.
         """
-        return self.inquire_at(None if fails_alone else _END_PLACE, subject, fails_alone)
+        return self.inquire_at(None if fails_alone else _END_PREFIX, subject, fails_alone)
 
-    def inquire_at(self, place: str | None, subject: OperationInfo | None, _: bool) -> Answer:
-        """Answer as `inquire` does. One rank asks for all ranks whose failure has the same `place`.
+    def inquire_at(self, failure_prefix: str | None, subject: OperationInfo | None, _: bool) -> Answer:
+        """Answer as `inquire` does; one rank asks for all ranks whose failure has the same prefix.
 
-        A place is a prefix of keys, one for each failure that the ranks have in common, such as that of a rendezvous.
-        Without a place this rank asks for itself.
+        `failure_prefix` is a prefix of keys, one for each failure that ranks have in common, such as that of a
+        rendezvous. If it is None this rank asks for itself.
         """
         try:
-            trouble, key = f"{place}/{_TROUBLE_KEY}", f"{place}/{_ANSWER_KEY}"
+            trouble, key = f"{failure_prefix}/{_TROUBLE_KEY}", f"{failure_prefix}/{_ANSWER_KEY}"
             claim = functools.partial(self.store.compare_set, trouble, None, b"")
-            if place is not None and not self.reports.while_open(claim)[0]:
+            if failure_prefix is not None and not self.reports.while_open(claim)[0]:
                 return decode(_unpacked_answer, self.store.get(key, _ANSWER_TIMEOUT), self.store, key)
             found = keep_stacks(self.collect(), subject)
             summary = sentence(self.name, found, self.size, subject, self._kind)
-            if place is not None:  # before a program sees its error, which may end its process
+            if failure_prefix is not None:  # before a program sees its error, which may end its process
                 answer = {"said": summary, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
                 packed = json.dumps(answer).encode(errors="replace")
                 self.reports.while_open(lambda: self.store.set(key, packed))
@@ -428,11 +428,11 @@ class StatusService:
         of_ranks = [key(rank) for key in (Reports.key, Confirmation.key) for rank in range(self.size)]
         # Answers that ranks have given after the asking rank had deleted the others.
         late = self.store.keys(ANSWERS) if number_of(self.store.compare_set(ASKED, None, None)[1]) else []
-        for key in (*of_ranks, *late, ASKED, ENDED, f"{_END_PLACE}/{_TROUBLE_KEY}", f"{_END_PLACE}/{_ANSWER_KEY}"):
+        for key in (*of_ranks, *late, ASKED, ENDED, f"{_END_PREFIX}/{_TROUBLE_KEY}", f"{_END_PREFIX}/{_ANSWER_KEY}"):
             self.store.delete(key)
 
 
-def _look_around(known: GroupInfo, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _status_for_answer(known: GroupInfo, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the status of a rank for a question: a rank that does nothing here may wait in another group."""
     status = look()
     if status.get("current") is None and "in_rendezvous" not in status and not status.get("closed"):

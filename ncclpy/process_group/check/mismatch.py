@@ -124,9 +124,9 @@ def _call_text(call: _Call) -> str:
     return text
 
 
-def _text(calls: list[_Call], place: int, alone: bool) -> str:
+def _text(calls: list[_Call], place: int, single: bool) -> str:
     """Describe the calls of one rank; `place` is the first call on which the ranks differ."""
-    if alone:
+    if single:
         return _call_text(calls[0])
     several = f"a block of {len(calls)} collective{'s' * (len(calls) != 1)}"
     if place >= len(calls):
@@ -178,16 +178,16 @@ def disagreement(notes: Sequence[bytes | None]) -> str | None:
         What each rank has packed. None if its note is not available: the rank is far ahead, and its slot has a later
         note, or the rank did not wait, and left only the digest of calls that this rank has never compared.
     """
-    known = [None if note is None else _calls(note) for note in notes]
-    there = [calls for calls in known if calls is not None]
-    if None in known or any(calls != there[0] for calls in there):
-        longest = max(map(len, there))
+    by_rank = [None if note is None else _calls(note) for note in notes]
+    known = [calls for calls in by_rank if calls is not None]
+    if None in by_rank or any(calls != known[0] for calls in known):
+        longest = max(map(len, known))
         place = 0
-        while place < longest and all(calls[place : place + 1] == there[0][place : place + 1] for calls in there):
+        while place < longest and all(calls[place : place + 1] == known[0][place : place + 1] for calls in known):
             place += 1
-        alone = all(len(calls) == 1 for calls in there)
+        single = all(len(calls) == 1 for calls in known)
         return _grouped([
-            "something it has brought before" if calls is None else _text(calls, place, alone) for calls in known
+            "something it has brought before" if calls is None else _text(calls, place, single) for calls in by_rank
         ])  # fmt: skip
     between: dict[tuple[int, int, int], list[Message]] = {}
     for rank, note in enumerate(notes):

@@ -247,7 +247,7 @@ class TorchBackend:
         if coalesced is None:
             raise RuntimeError("end_coalescing: this thread is in no block")
         coalesced.open(self.group).__exit__(None, None, None)
-        work = TorchWork(coalesced.begun, coalesced.outputs, coalesced.after, coalesced.blocks_cpu, self.group)
+        work = TorchWork(coalesced.ncclpy_work, coalesced.outputs, coalesced.after, coalesced.blocks_cpu, self.group)
         coalesced.work = work
         if coalesced.after:
             self._copies.add(work, coalesced.after)
@@ -263,7 +263,7 @@ class TorchBackend:
         if coalesced is not None:
             yield works
             coalesced.open(self.group)
-            works.append(PartWork(coalesced, coalesced.begun, [], coalesced.blocks_cpu, self.group))
+            works.append(PartWork(coalesced, coalesced.ncclpy_work, [], coalesced.blocks_cpu, self.group))
             return
         self.start_coalescing(timeout)
         try:

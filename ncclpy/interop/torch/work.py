@@ -50,7 +50,7 @@ class TorchWork:
 
     Parameters
     ----------
-    begun : ncclpy.Work
+    ncclpy_work : ncclpy.Work
         The operation.
     outputs : sequence of torch.Tensor
         The tensors that torch's `Work.result` and its future return.
@@ -68,13 +68,13 @@ class TorchWork:
     """
 
     __slots__ = (
-        "_after", "_after_done", "_begun", "_blocks_cpu", "_explained", "_failure", "_group", "_lock", "_outputs",
-        "_sequence", "_source",
+        "_after", "_after_done", "_blocks_cpu", "_explained", "_failure", "_group", "_lock", "_ncclpy_work",
+        "_outputs", "_sequence", "_source",
     )  # fmt: skip
 
     def __init__(
         self,
-        begun: Work[Any],
+        ncclpy_work: Work[Any],
         outputs: Sequence[Any],
         after: Sequence[Callable[[], object]],
         blocks_cpu: bool,
@@ -82,7 +82,7 @@ class TorchWork:
         source: int = -1,
         sequence: int | None = None,
     ) -> None:
-        self._begun, self._outputs, self._blocks_cpu = begun, outputs, blocks_cpu
+        self._ncclpy_work, self._outputs, self._blocks_cpu = ncclpy_work, outputs, blocks_cpu
         self._group, self._source = group, source
         self._sequence = group.seq if sequence is None else sequence
         self._after = after
@@ -112,10 +112,10 @@ class TorchWork:
 
     def _wait_here(self, seconds: float) -> None:
         try:
-            self._begun.wait(seconds if seconds > 0 else None)
+            self._ncclpy_work.wait(seconds if seconds > 0 else None)
         except NcclTimeout as error:
-            if self._begun.is_completed():  # it has just ended; if it has failed, this raises its own error
-                self._begun.wait()
+            if self._ncclpy_work.is_completed():  # it has just ended; if it has failed, this raises its own error
+                self._ncclpy_work.wait()
                 return
             if not self._explained:  # once: a caller that polls must not ask all ranks each time
                 self._explained = True
@@ -134,7 +134,7 @@ class TorchWork:
 
         try:
             # No stream object is made: every collective runs this.
-            self._begun.synchronize(torch._C._cuda_getCurrentRawStream(self._begun.device))
+            self._ncclpy_work.synchronize(torch._C._cuda_getCurrentRawStream(self._ncclpy_work.device))
         except NcclError as error:
             raise backend_error(error) from error
         if self._lock is not None:
@@ -161,7 +161,7 @@ class TorchWork:
         if self._after_done is not None:
             import torch
 
-            torch.cuda.current_stream(self._begun.device).wait_event(self._after_done)
+            torch.cuda.current_stream(self._ncclpy_work.device).wait_event(self._after_done)
 
     def _is_on_gpu(self) -> bool:
         return not self._blocks_cpu or any(each.is_cuda for each in self._outputs)
@@ -170,15 +170,15 @@ class TorchWork:
         """Note the position of the current stream; the CPU waits for it if it waits for the operation."""
         import torch
 
-        self._after_done = torch.cuda.current_stream(self._begun.device).record_event()
+        self._after_done = torch.cuda.current_stream(self._ncclpy_work.device).record_event()
         if self._blocks_cpu:
             self._after_done.synchronize()
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error; `after` is done by then."""
-        if not self._begun.is_completed():
+        if not self._ncclpy_work.is_completed():
             return False
-        if self._lock is not None and self._begun.state == "completed":
+        if self._lock is not None and self._ncclpy_work.state == "completed":
             try:
                 self._finish()
             except Exception:
@@ -188,20 +188,20 @@ class TorchWork:
 
     def copy_if_done(self) -> bool:
         """Run `after` if the operation has succeeded; return whether the operation has ended."""
-        if not self._begun.is_completed():
+        if not self._ncclpy_work.is_completed():
             return False
-        if self._begun.state == "completed":
+        if self._ncclpy_work.state == "completed":
             with contextlib.suppress(Exception):  # `_failure` is the work's error now
                 self._finish()
         return True
 
     def is_success(self) -> bool:
         """Return whether it has succeeded."""
-        return self.is_completed() and self._begun.state == "completed" and self._failure is None
+        return self.is_completed() and self._ncclpy_work.state == "completed" and self._failure is None
 
     def failure(self) -> str | None:
         """Return the text of its error, None if it has none or has not ended."""
-        error = (self._begun.exception() or self._failure) if self.is_completed() else None
+        error = (self._ncclpy_work.exception() or self._failure) if self.is_completed() else None
         return None if error is None else str(error)
 
     def result(self) -> Sequence[Any]:
@@ -216,7 +216,7 @@ class TorchWork:
 
     def duration(self) -> float:
         """Return the milliseconds that it took, if its group was made with ``timing=True``; else -1."""
-        seconds = self._begun.duration
+        seconds = self._ncclpy_work.duration
         return -1.0 if seconds is None else seconds * 1e3
 
     def sequence_number(self) -> int:
@@ -233,7 +233,7 @@ class TorchWork:
             return []
         import torch
 
-        return [torch.device("cuda", self._begun.device)]
+        return [torch.device("cuda", self._ncclpy_work.device)]
 
     def when_done(self, callback: Callable[[Any, str | None], object]) -> None:
         """Have ``callback(tensors, None)``, or ``callback(None, text)`` of an error, called once it has ended.
@@ -242,11 +242,11 @@ class TorchWork:
         current stream that waits for the operation: the callbacks of torch's future enqueue their work behind it.
         """
         if self._blocks_cpu:
-            self._begun.add_done_callback(lambda begun: self._call_back(callback, begun))
+            self._ncclpy_work.add_done_callback(lambda ncclpy_work: self._call_back(callback, ncclpy_work))
             return
         import torch
 
-        with torch.cuda.stream(_stream_of(self._begun.device, self._group.name, self._source)):
+        with torch.cuda.stream(_stream_of(self._ncclpy_work.device, self._group.name, self._source)):
             try:
                 self.synchronize()
             except Exception as error:
@@ -254,9 +254,9 @@ class TorchWork:
                 return
             callback(list(self._outputs), None)
 
-    def _call_back(self, callback: Callable[[Any, str | None], object], begun: Work[Any]) -> None:
+    def _call_back(self, callback: Callable[[Any, str | None], object], ncclpy_work: Work[Any]) -> None:
         try:
-            error = begun.exception()
+            error = ncclpy_work.exception()
             if error is None and self._lock is not None:
                 self._finish()
         except Exception as failure:  # of `after`; without a result or an error, a wait for the future would never end
@@ -303,7 +303,7 @@ class CoalescedWork:
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self.block: Block | None = None
-        self.begun: Work[Any]
+        self.ncclpy_work: Work[Any]
         self.outputs: list[Any] = []
         self.after: list[Callable[[], object]] = []
         self.work: TorchWork | None = None  # of all operations, once the block has ended
@@ -315,7 +315,7 @@ class CoalescedWork:
         """Open the block, if it is not."""
         if self.block is None:
             block = group.coalescing(self._limit)
-            self.begun = block.__enter__()
+            self.ncclpy_work = block.__enter__()
             self.block = block
         return self.block
 
@@ -342,13 +342,13 @@ class PartWork(TorchWork):
     def __init__(
         self,
         coalesced: CoalescedWork,
-        begun: Work[Any],
+        ncclpy_work: Work[Any],
         outputs: Sequence[Any],
         blocks_cpu: bool,
         group: ProcessGroup,
         source: int = -1,
     ) -> None:
-        super().__init__(begun, outputs, (), blocks_cpu, group, source)
+        super().__init__(ncclpy_work, outputs, (), blocks_cpu, group, source)
         self._coalesced = coalesced
 
     def _whole(self) -> TorchWork | None:
@@ -358,7 +358,7 @@ class PartWork(TorchWork):
     def wait(self, seconds: float = 0.0) -> None:
         """Wait for the whole block; within the block return at once, as torch's synchronous calls do there."""
         end = time.monotonic() + seconds if seconds > 0 else math.inf
-        while self._whole() is None and not self._begun.is_completed():
+        while self._whole() is None and not self._ncclpy_work.is_completed():
             if threading.get_ident() == self._coalesced.thread:
                 return
             if time.monotonic() >= end:
@@ -398,7 +398,7 @@ class PartWork(TorchWork):
         whole = self._whole()
         if whole is not None:
             forward(whole)
-        elif self._begun.is_completed():  # the block was left
+        elif self._ncclpy_work.is_completed():  # the block was left
             super().when_done(callback)
         else:
             self._coalesced.deferred_callbacks.append(forward)

@@ -190,7 +190,7 @@ class GroupStatus(StatusService):
                 self._threads.remove(thread)
                 self._at_no_meeting.notify_all()
 
-    def made(self, label: str, members: list[int]) -> None:
+    def delete_rendezvous(self, label: str, members: list[int]) -> None:
         """Delete the keys of a communicator's rendezvous: the communicator is made, so all ranks have read them."""
         if self.rank == members[0]:
             self.rendezvous.forget(f"communicator/{label}", members)
@@ -200,7 +200,9 @@ class GroupStatus(StatusService):
         self, label: str, members: list[int]
     ) -> tuple[Callable[[float, Callable[[], bool]], bytes], Callable[[], None]]:
         """Return the callables that run the rendezvous of a communicator's ranks, and that delete its keys."""
-        return functools.partial(self.unique_id, label, members), functools.partial(self.made, label, members)
+        return functools.partial(self.unique_id, label, members), functools.partial(
+            self.delete_rendezvous, label, members
+        )
 
     def gather(
         self,

@@ -93,7 +93,7 @@ class Reports:
         thread: int | None = None,
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.watched = True  # the store reports changes, so a question reaches the others at once
+        self.reports_changes = True  # the store reports changes, so a question reaches the others at once
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._look_for_answer = look if answer is None else answer
         self._thread = thread
@@ -180,7 +180,7 @@ class Reports:
         number = self.while_open(lambda: self.store.add(ASKED))
         took = time.monotonic() - begun
         if patience is None:  # the others answer through the same store: if it is slow, they are not unresponsive
-            patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _SLOW_FACTOR * took
+            patience = (PATIENCE if self.reports_changes else PATIENCE_UNWATCHED) + _SLOW_FACTOR * took
         deadline = begun + patience
         self._answer_one(number)
         states: dict[int, RankState] = {}

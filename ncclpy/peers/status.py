@@ -235,7 +235,7 @@ class StatusService:
             self.is_watched = True
         except (StoreError, NcclTimeout):  # the store reports no changes
             for each in self._reports:
-                each.watched = False
+                each.reports_changes = False
             if self._heartbeats is not None:
                 self._heartbeats.tell()
         self._beat()

@@ -142,7 +142,7 @@ cdef int _write_moment(char* at, size_t space, const char* name, double moment) 
     return snprintf(at, space, b",\"%s\":%lld.%06lld", name, micros // 1000000, micros % 1000000)
 
 
-cdef size_t _tell(void* oplog, char* at, size_t space, size_t* lasting) noexcept nogil:
+cdef size_t _write_status(void* oplog, char* at, size_t space, size_t* lasting) noexcept nogil:
     """Write a status as JSON without the closing brace, and return its length; 0 if it cannot be read.
 
     The first `lasting` bytes change only if the rank makes progress.
@@ -178,7 +178,7 @@ cdef class OpLog:
         self.oplog = ncclpy_oplog_new()
         if self.oplog == NULL:
             raise MemoryError
-        self.publisher_source.what, self.publisher_source.tell = self.oplog, _tell
+        self.publisher_source.what, self.publisher_source.tell = self.oplog, _write_status
 
     def __dealloc__(self):
         if self.oplog != NULL:
@@ -190,7 +190,7 @@ cdef class OpLog:
         Also ``blocked_on_input``, if what produces the input of the current operation is not done.
         """
         cdef char at[_STATUS_BYTES]
-        cdef size_t lasting, length = _tell(self.oplog, at, sizeof(at), &lasting)  # the GIL excludes writers
+        cdef size_t lasting, length = _write_status(self.oplog, at, sizeof(at), &lasting)  # the GIL excludes writers
         found = json.loads(at[:length] + b"}")
         del found["at"]  # the time of this call
         return found

@@ -114,7 +114,7 @@ cdef class Work:
     cdef bint is_doubted(self) noexcept
     cdef int _wait_for(self, int state, double deadline) except -1
     # Wait until it has ended, with or without an error; raise NcclTimeout after the timeout.
-    cdef int _must_end(self, object timeout) except -1
+    cdef int _wait_until_ended(self, object timeout) except -1
 
 
 # A launched work, as the monitor watches it. The thread that hands it over gives its reference to the monitor.

@@ -691,7 +691,7 @@ What an asynchronous operation returns.
         return 0
 
     # Wait until it has ended, with or without an error; raise `NcclTimeout` after the timeout.
-    cdef int _must_end(self, object timeout) except -1:
+    cdef int _wait_until_ended(self, object timeout) except -1:
         cdef double seconds = as_timeout(timeout)
         cdef Awaited awaited
         cdef bint ended
@@ -728,7 +728,7 @@ What an asynchronous operation returns.
         NcclError, ValueError
             The failure of the operation.
         """
-        self._must_end(timeout)
+        self._wait_until_ended(timeout)
         if self.error is not None:
             raise self.failure().with_traceback(None)  # the traceback would grow with every wait, and keep all frames
 
@@ -739,7 +739,7 @@ What an asynchronous operation returns.
 
     def exception(self, timeout=None):
         """Wait until the operation is done and return its error; None if it has succeeded."""
-        self._must_end(timeout)
+        self._wait_until_ended(timeout)
         return self.failure()
 
     def synchronize(self, stream=None):
@@ -769,7 +769,7 @@ What an asynchronous operation returns.
             check_driver(result, b"cuStreamWaitEvent")
             self._note_reader(PyThread_get_thread_ident())
             if self.error is not None or self._is_fenced():  # the readers to tell may have been noted before
-                self._must_end(None)
+                self._wait_until_ended(None)
                 if self.error is not None:
                     raise self.failure().with_traceback(None)
             self.release_early(raw)

@@ -226,7 +226,7 @@ void Control::close(bool wait) {
 // Sending; with the mutex.
 
 void Control::flush(double time, bool attends) {
-  bool tells = false;
+  bool has_records = false;
   send_due_ = 0;
   node_.settle();
   for (Link& link : links_) {
@@ -239,9 +239,9 @@ void Control::flush(double time, bool attends) {
     if (frames_.empty()) frames_since_ = time;
     for (auto& frame : node_.told) frames_.push_back(std::move(frame));
     node_.told.clear();
-    tells = true;
+    has_records = true;
   }
-  if (tells || node_.ended()) {
+  if (has_records || node_.ended()) {
     frame_ready_.notify_all();
     if (attending_ && readers_ > 0 && !attends) wake_attendant();  // the attending thread waits for frames
   }
@@ -385,7 +385,7 @@ void Control::attend() {
 // Sends what is not sent yet, and waits until the others have closed their ends, or gives up after kFarewell.
 void Control::say_goodbye() {
   const double give_up = now() + kFarewell;
-  bool hushed = false;
+  bool writes_shut_down = false;
   for (;;) {
     {
       const Lock lock(mutex_);
@@ -400,8 +400,8 @@ void Control::say_goodbye() {
         for (Link& link : links_) link.fd.close();
         return;
       }
-      if (!unsent && !hushed) {
-        hushed = true;
+      if (!unsent && !writes_shut_down) {
+        writes_shut_down = true;
         for (Link& link : links_)
           if (link.fd) shutdown(link.fd.get(), SHUT_WR);
       }

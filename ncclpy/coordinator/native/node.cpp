@@ -156,7 +156,7 @@ void Node::expand(const Name& name, Entry& one) {
   one.cached.clear();
 }
 
-void Node::hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue) {
+void Node::send_hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue) {
   up_.number(kUpHint);
   up_.number(name.first);
   up_.text(name.second);
@@ -258,7 +258,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         const bool overdue = in.below(2) != 0;
         if (have.empty() || is_late(name, seen)) break;
         if (!place_.root) {
-          hint(name, fixed, have, age, overdue);
+          send_hint(name, fixed, have, age, overdue);
           break;
         }
         Entry& one = entry(name, now - age);

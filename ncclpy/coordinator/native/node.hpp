@@ -206,9 +206,9 @@ class Node {
   // Turns the bits of ranks that bring what the cache holds into full parts.
   void expand(const Name& name, Entry& entry);
   // Reports upwards an operation that waits for long, and the ranks below that have brought it.
-  void hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
+  void send_hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
   // At the root: sends the response to an operation that all ranks have brought.
-  void judge(const Name& name);
+  void respond(const Name& name);
   // At the root: the slot for an operation, kNoSlot if none can be replaced.
   uint32_t find_slot(const Name& name);
   // Adds a record to the next frame downwards, and applies it here.

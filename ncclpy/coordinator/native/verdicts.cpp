@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kNear = 64;     // other waiting operations in a warning
 constexpr size_t kTold = 16;     // warnings at a time
 constexpr size_t kCondemned = 1 << 20;  // bytes of records that are kept for names which may never be brought
-constexpr size_t kOfOne = 512;          // bytes of a record besides its texts
+constexpr size_t kRecordOverhead = 512;  // bytes of a record besides its texts
 constexpr double kLongest = 64;  // largest factor of stall_after between two warnings
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -38,7 +38,7 @@ uint32_t Node::find_slot(const Name& name) {
   return kNoSlot;
 }
 
-void Node::judge(const Name& name) {
+void Node::respond(const Name& name) {
   const auto found = entries_.find(name);
   if (found == entries_.end()) return;
   Entry& one = found->second;
@@ -297,7 +297,7 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
 namespace {
 
 size_t size_of(const Condemned::Name& name, const Record& record) {
-  return 3 * name.second.size() + record.fixed.size() + kOfOne;  // the name is in two maps and in the record
+  return 3 * name.second.size() + record.fixed.size() + kRecordOverhead;  // the name is in two maps and in the record
 }
 
 }  // namespace
@@ -379,7 +379,7 @@ double Node::look(double now) {
       } else {
         Bits all = one.have;
         all.add(one.hinted);
-        hint(each.first, fixed_of(each.first, one), all, age, is_late);
+        send_hint(each.first, fixed_of(each.first, one), all, age, is_late);
       }
     }
     next = std::min(next, one.warn);
@@ -435,7 +435,7 @@ void Node::settle() {
       }
       const std::deque<Name> names = std::move(set->second);
       set = ready_.erase(set);
-      for (const Name& name : names) judge(name);
+      for (const Name& name : names) respond(name);
     }
     send_bits();
     if (closing_ && !ended_ && all_closed() && ready_.empty()) {

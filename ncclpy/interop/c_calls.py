@@ -83,21 +83,21 @@ def recv(comm: Communicator, recvbuff: int, count: int, datatype: int, peer: int
     comm.recv((recvbuff, count, datatype), peer, stream=_stream(stream))
 
 
-class _Open(threading.local):
+class _OpenGroups(threading.local):
     """The groups that this thread has begun, the innermost last."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
 
 
-_open = _Open()
+_open_groups = _OpenGroups()
 
 
 def group_start() -> None:
     """Begin a group of this thread; groups nest."""
     group = Group()
     group.__enter__()
-    _open.groups.append(group)
+    _open_groups.groups.append(group)
 
 
 def group_end(ending: str) -> None:
@@ -113,6 +113,6 @@ def group_end(ending: str) -> None:
     RuntimeError
         If this thread has no open group.
     """
-    if not _open.groups:
+    if not _open_groups.groups:
         raise RuntimeError(f"{ending}: no group is open in this thread; begin and end a group in the same one")
-    _open.groups.pop().__exit__(None, None, None)
+    _open_groups.groups.pop().__exit__(None, None, None)

@@ -22,7 +22,7 @@ cdef class BlockOwner:
         raise NotImplementedError
 
 
-cdef class _Open(Awaited):
+cdef class _OpenBlock(Awaited):
     """What the work of a block waits for until its thread has left the block."""
 
     cdef unsigned long ident
@@ -46,7 +46,7 @@ cdef class Block:
         raise TypeError("a block is made by ProcessGroup.coalescing()")
 
     def __enter__(self):
-        cdef _Open waits = _Open.__new__(_Open)
+        cdef _OpenBlock waits = _OpenBlock.__new__(_OpenBlock)
         if self.begun:
             raise RuntimeError("a coalescing block is used once")
         self.owner.open_block(self)

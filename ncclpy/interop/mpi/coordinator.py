@@ -153,7 +153,7 @@ class MpiRendezvous:
             theirs[rank].setblocking(False)
         self._thread = MpiThread(self.comm, ours)
         if self._data is not None:
-            self._thread.own(self._data)
+            self._thread.free_at_end(self._data)
         return Control(
             self.rank,
             self.size,

@@ -78,7 +78,7 @@ class MpiBackend:
     def failure(self) -> BaseException | None:
         return self.error
 
-    def trouble(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Report a failure for which other ranks would otherwise wait without limit."""
         for callback in self._callbacks:
             callback(error)
@@ -140,7 +140,7 @@ class MpiPlane:
     def _failed(self, launch: MpiCall, error: BaseException) -> None:
         self._end(launch, error)
         self._done(launch)
-        self._backend.trouble(error)
+        self._backend.report_failure(error)
 
     def _end(self, launch: MpiCall, error: BaseException) -> None:
         launch.is_dead = True

@@ -146,7 +146,7 @@ class MpiThread:
         """
         self._add_task(_CommCreation(members, made))
 
-    def own(self, comm: Any) -> None:
+    def free_at_end(self, comm: Any) -> None:
         """Have the thread free a communicator at an orderly end."""
         self._comms.append(comm)
 

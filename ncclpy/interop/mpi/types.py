@@ -12,7 +12,7 @@ from ncclpy.types import DataType, ReduceOp
 __all__ = ["MPI", "narrowed", "operator_of", "plain", "type_of", "widened"]
 
 
-class _Late:
+class _LazyMpi:
     """The names of mpi4py.MPI: the first use of a name imports the module, which initialises MPI."""
 
     def __getattr__(self, name: str) -> Any:
@@ -23,7 +23,7 @@ class _Late:
         return value
 
 
-MPI: Any = _Late()
+MPI: Any = _LazyMpi()
 
 #: The types of numpy and of MPI for data types that MPI itself reduces.
 _PLAIN: dict[int, tuple[Any, str]] = {

@@ -21,7 +21,7 @@ _BITWISE = {5: "BAND", 6: "BOR", 7: "BXOR"}
 
 
 @contextlib.contextmanager
-def _plainly(tensor: Any) -> Iterator[Any]:
+def _writable(tensor: Any) -> Iterator[Any]:
     """Yield a tensor in a form that can be written, also for a parameter or a tensor made under inference mode."""
     import torch
 
@@ -38,7 +38,7 @@ def bring(made: Any, tensor: Any) -> None:
         for each in (made, tensor):  # not the stream on which they were allocated
             if each.is_cuda:
                 each.record_stream(torch.cuda.current_stream(made.device))
-    with _plainly(tensor) as place:
+    with _writable(tensor) as place:
         if place.device != made.device and _is_lazy(place):
             made = made.to(place.device)
         place.copy_(made)
@@ -62,7 +62,7 @@ def times(tensor: Any, factor: Any) -> Any:
     import torch
 
     made = tensor.new_empty(tensor.shape)
-    with _plainly(made) as place:
+    with _writable(made) as place:
         torch.mul(tensor, _number(factor), out=place)
     return made
 
@@ -165,7 +165,7 @@ class Staging:
         made = self._adjacent(parts)
         if made is None:
             made = self._new_flat(parts)
-            with _plainly(made) as place:
+            with _writable(made) as place:
                 for each, part in zip(place.chunk(len(parts)), parts, strict=True):
                     each.view(part.shape).copy_(_values(part))
         return made
@@ -214,7 +214,7 @@ class Staging:
 
     def _copied(self, tensor: Any) -> Any:
         made = tensor.new_empty(tensor.shape, device=self.device or tensor.device)
-        with _plainly(made) as place:
+        with _writable(made) as place:
             place.copy_(_values(tensor))
         return made
 

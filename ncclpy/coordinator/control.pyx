@@ -226,7 +226,7 @@ cdef string _set_key(tuple ranks) except *:
     return out.take()
 
 
-class Asked(ValueError):
+class AlreadyAsked(ValueError):
     """Report a request that this rank has made before and that the ranks have not agreed on yet."""
 
 
@@ -234,7 +234,7 @@ cdef int _check(Brought brought, str what) except -1:
     if brought == Brought.taken:
         return 0
     if brought == Brought.twice:
-        raise Asked(f"{what}: this rank has it in flight already")
+        raise AlreadyAsked(f"{what}: this rank has it in flight already")
     if brought == Brought.joined:
         raise ValueError(f"{what}: this rank has joined, and brings nothing until all have")
     if brought == Brought.no_group:
@@ -403,7 +403,7 @@ cdef class Control:
         with nogil:
             brought = self.control.get().join()
         if brought == Brought.joined:
-            raise Asked("join: this rank has joined")
+            raise AlreadyAsked("join: this rank has joined")
         _check(brought, "join")
 
     def shutdown(self, bint drain, str reason not None):

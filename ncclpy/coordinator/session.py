@@ -16,7 +16,7 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import connections, errors
 from ncclpy.coordinator.backends import DataBackend
 from ncclpy.coordinator.buffers import is_as_on_gpus
-from ncclpy.coordinator.control import SETS, Asked, ranks_of_set
+from ncclpy.coordinator.control import SETS, AlreadyAsked, ranks_of_set
 from ncclpy.coordinator.data_plane import aside
 from ncclpy.coordinator.keys import BEGINNING, LEAVING, key_of, names_of, shown
 from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, SubmitGate, Submitter
@@ -282,7 +282,7 @@ class Session:
         """Make the call whose result `what` waits for, unless another thread has made it."""
         with what.asking:
             if not what.is_asked and not what.arrived.is_set():
-                with contextlib.suppress(Asked):  # an earlier call was interrupted before the next line
+                with contextlib.suppress(AlreadyAsked):  # an earlier call was interrupted before the next line
                     self._ask(method, *arguments)
                 what.is_asked = True
 

@@ -135,7 +135,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef Launch begin(self)
     # Start a launch; in this thread only if `here` allows it and a launch of this signature has run before.
     cdef Launch start(self, Launch launch, const Operation* operation, bint here)
-    # Whether a launch of this signature has run, and the note that one has: the table `familiar`.
+    # The table `familiar`: whether a launch of this signature has run; and a note that it has.
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int learn(self, unsigned long long signature) noexcept
     cdef bint _grow(self) noexcept

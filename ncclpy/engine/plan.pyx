@@ -676,7 +676,7 @@ Record a group of operations once and launch it many times.
                         note_arrival(&self.whole.calls, handle)
                     for i in range(0 if at_once else self.nbatches):
                         note_arrival(&self.batches[i].calls, handle)
-                except NcclError as error:  # the others are waited for all the same
+                except NcclError as error:  # the other communicators are still waited for
                     errors.append(error)
         except BaseException as error:  # raised by a signal handler
             self.leave_launch(error)

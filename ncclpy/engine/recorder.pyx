@@ -509,7 +509,7 @@ def record_all(enabled=True):
 
 
 def resize(capacity):
-    """Keep so many entries from now on, none with 0; forget what was recorded.
+    """Keep this many entries from now on, none with 0; forget what was recorded.
 
     Parameters
     ----------

@@ -2,9 +2,9 @@
 
 An NCCL kernel that sees its communicator's abort flag stops waiting and passes on to the next rank what it has. So
 when a neighbour aborts, a rank sees its own operation end as usual, but with wrong data. Ranks that have a channel
-beside NCCL therefore abort in two steps: first all are told that the communicator ends, and each stops reporting ends
-that it sees from then on as success; only then does a rank abort (docs/guides/failures.md). On a communicator without
-such a channel every end is believed.
+beside NCCL therefore abort in two steps. First all are told that the communicator ends, and each rank stops counting
+operations that end from then on as successful; only then does a rank abort (docs/guides/failures.md). On a
+communicator without such a channel every end of an operation counts as its success.
 
 A process that is stopped (SIGSTOP, suspend) is told nothing, and the other ranks wait for it only for a limited time.
 When it continues, it believes no end before it has asked the store.
@@ -307,7 +307,7 @@ cdef inline CUstream _canonical(CUstream stream) noexcept:
 
 
 cdef int yield_to_others() except -1:
-    """Let callbacks (in another thread, if they wait for this one), the monitor and signal handlers run briefly."""
+    """Let callbacks (in another thread, if this one would run them), the monitor and signal handlers run briefly."""
     step_aside()
     if not run_monitor_inline():
         _call_monitor()

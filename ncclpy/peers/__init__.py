@@ -1,1 +1,1 @@
-"""What ranks of several processes know of each other, whatever they belong to."""
+"""What the ranks of a process group, or of a communicator, know of each other across processes."""

@@ -129,7 +129,7 @@ class Heartbeats:
         return []
 
     def beat(self) -> None:
-        """Begin to beat once a rank of another machine has made the group; beat, unless the store does so itself."""
+        """Begin to beat once a rank of another machine has made the group; beat, unless the store's thread beats."""
         if self._over.is_set() or (self._all_have_made and not self._begun):
             return
         moment = time.monotonic()

@@ -35,7 +35,7 @@ class _Inquiry:
     def ask(self, inquire: Inquire, subject: OperationInfo | None, fails_alone: bool, asker: str) -> None:
         try:
             self.answer = inquire(subject, fails_alone)
-        except Exception:  # the failure must be raised all the same
+        except Exception:  # without an answer the failure must still be raised
             _log.warning("%s could not ask what the others do", asker, exc_info=True)
         finally:
             self.done.set()

@@ -109,7 +109,7 @@ class LauncherPeers(PeerStatusHook):
             if summary is not None and summary not in text:
                 error.args = (f"{text.removesuffix(ADVICE).rstrip('. ')}. {summary}",)
                 error.ranks = states  # type: ignore[attr-defined]
-        except Exception:  # the error must be raised all the same
+        except Exception:  # without an answer the error must still be raised
             _log.warning("communicator %s could not ask what its ranks do", self._name, exc_info=True)
         except BaseException as interrupt:  # raised by a signal handler; core raises it in place of the error
             interrupt.__context__ = error

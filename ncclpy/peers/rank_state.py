@@ -91,7 +91,8 @@ class RankState:
         The first operation that it has begun and not finished, None if there is none; for a rank that did not answer,
         by its last status. For a rank that is ``"in_other_group"``, an operation of the group `where`.
     finished
-        The last operation that it has finished, likewise.
+        The last operation that it has finished, None if there is none; for a rank that did not answer, by its last
+        status.
     since
         Seconds in this state; None where that is not known. Over several machines it relies on their clocks.
     heard

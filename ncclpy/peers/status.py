@@ -285,7 +285,7 @@ class StatusService:
             call_at(time.monotonic() + (_PUBLISH_INTERVAL if self.is_watched else _POLL_INTERVAL), self._beat)
 
     def publish(self) -> None:
-        """Put what these ranks do into the store, if that has changed and the store does not do so itself."""
+        """Put what these ranks do into the store, if that has changed and the store does not publish it itself."""
         for each in self._reports:
             each.publish()
         if self._searches_left > 0:

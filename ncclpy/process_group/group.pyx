@@ -72,7 +72,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         until the peer's matching operation is known.
     check_nan : bool, optional
         Whether arrays of numpy, torch, CuPy and JAX are checked for NaNs before they are sent, by the ranks that send
-        them: for a broadcast and a scatter the root does so; receives are not checked. The CPU waits for the check. A
+        them: for a broadcast and a scatter the root checks; receives are not checked. The CPU waits for the check. A
         call with a NaN in its input raises ValueError with the rank, the number of NaNs and the place of the first
         one, and begins nothing. Objects of no known framework, such as a `Buffer`, are not checked: a warning of the
         logger ``ncclpy.process_group`` says so once.
@@ -687,7 +687,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         ValueError
             If what the launcher says is not enough, or contradicts itself; or there are too few devices.
         NcclTimeout
-            If not all processes have come in time; the message says which.
+            If not all processes have arrived in time; the message says which are missing.
         """
         cdef ProcessGroup group
         from ncclpy.bootstrap import rendezvous  # most groups need neither

@@ -1,6 +1,6 @@
-"""The package that an array comes from, and a check for NaNs in what is sent, if that is asked for.
+"""The package of an array, and the check for NaNs in what is sent (`check_nan=True`).
 
-Nothing is imported for that: a program that passes an array has imported its framework.
+No framework is imported: a program that passes an array has imported the array's framework.
 """
 
 from __future__ import annotations

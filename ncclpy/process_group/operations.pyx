@@ -259,10 +259,10 @@ cdef class Operations:
         ----------
         send, recv : buffer or list of buffer
             As many elements of the same type, a multiple of ``size``; not the same memory. Or, on all ranks, two lists
-            of ``size`` buffers, of sizes that may differ: what goes to, and comes from, each rank. ``send[j]`` on rank
-            i has as many elements as ``recv[i]`` on rank j.
+            of ``size`` buffers, of sizes that may differ: what is sent to, and received from, each rank. ``send[j]``
+            on rank i has as many elements as ``recv[i]`` on rank j.
         send_counts, recv_counts : sequence of int, optional
-            How many elements of the one buffer go to, and come from, each rank; both or none, on all ranks.
+            How many elements of the one buffer are sent to, and received from, each rank; both or none, on all ranks.
         stream, timeout
             As for `all_reduce`.
 

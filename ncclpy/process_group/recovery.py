@@ -7,7 +7,7 @@ and a rank that is not in it cannot continue without the others. The decision ha
 rendezvous. If one of them dies meanwhile, the ranks at that rendezvous decide again, in that rendezvous' part of the
 store. So the decisions of a group are a chain, and two parts of a group can never both continue.
 
-Ranks that admit new ones (`admit`) write under the same key that they do so, before the first of them leaves their
+Ranks that admit new ones (`admit`) record the admission under the same key, before the first of them leaves their
 rendezvous. So a rank that is interrupted after the rendezvous does not recover alone.
 """
 

@@ -235,7 +235,7 @@ def maker_of(array):
 
 
 def _arrays_of(indices, values):
-    """Return what makes and adds arrays of the package that both arrays come from."""
+    """Return what makes and adds arrays of the package that both arrays belong to."""
     found = [by_package(type(each), _MADE) for each in (indices, values)]
     for name, each, make in zip(("indices", "values"), (indices, values), found, strict=True):
         if make is None:

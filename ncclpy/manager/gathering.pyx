@@ -229,7 +229,7 @@ cdef class Gathering(Awaited):
         return f"the participants do not agree on the {what}: {before}, device {participant.device} brings {second}"
 
     cdef int join(self, Participant participant) except -1:
-        """Count a participant in, even one that does not agree: the error is raised once all have come."""
+        """Count a participant in, even one that does not agree: the error is raised once all have arrived."""
         if not self.participants:
             self.call, self.count = participant.call, participant.count
         self.participants.append(participant)

@@ -52,28 +52,28 @@ cdef class Manager(Participants):
 timing=False, config=None, store=None)
 --
 
-Gather the participants of collectives by key, and launch each collective when all of its participants have come.
+Gather the participants of collectives by key, and launch each collective when all of its participants have arrived.
 
     Every participant is one device with its buffers. Participants of a key may be added from different threads and in
     any order; nothing blocks. The last one launches the collective on all devices; each participant's `Work` is
-    done when its own device is. A key names one execution and may be used again once its participants have come.
+    done when its own device is. A key names one execution and may be used again once its participants have arrived.
 
     All devices of one process are gathered with ``num_local``. If ``num_global`` is larger, other processes bring the
     rest: all give the same ``communicator_key`` (of `generate_communicator_key`), each participant gives its
     ``global_rank``, and the collective starts when `signal_multi_node_ready` was called for the key.
 
     Communicators are made at the first use of a set of devices and kept. Participants must agree on everything; if
-    they do not, each of them gets the same error, once all have come.
+    they do not, each of them gets the same error, once all have arrived.
 
     Parameters
     ----------
     timeout : float, optional
-        Seconds in which the participants of a key must come, and then the collective must be done. After that every
-        participant fails with `NcclTimeout`. By default there is no limit.
+        Seconds within which the participants of a key must arrive, and again within which the collective must then be
+        done. After that every participant fails with `NcclTimeout`. By default there is no limit.
     warn_after : float, optional
         Seconds after which a key that still waits is logged, once, as a warning of the logger ``ncclpy.manager``.
     fail_fast : bool, optional
-        Fail participants at the first disagreement instead of when all have come.
+        Fail participants at the first disagreement instead of when all have arrived.
     max_communicators : int, optional
         How many sets of communicators are kept; above that the set idle for longest is closed.
     high_priority : bool, optional
@@ -187,7 +187,7 @@ Gather the participants of collectives by key, and launch each collective when a
         RuntimeError
             If no launcher has started this process.
         NcclTimeout
-            If the process that serves the store has not come in time.
+            If the process that serves the store has not arrived in time.
         """
         from ncclpy.bootstrap import rendezvous  # most Managers need none
 

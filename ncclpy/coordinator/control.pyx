@@ -456,7 +456,7 @@ cdef class Control:
                 return []
 
     def close(self):
-        """Close the connections; unless the coordinator has ended on all ranks, the others consider this one lost."""
+        """Close the connections; unless the coordinator has ended on all ranks, the others regard it as lost."""
         if self.made_in != generation():
             return
         with nogil:

@@ -244,7 +244,7 @@ class Node {
   Condemned condemned_;
   std::vector<Slot> slots_;
   uint32_t used_ = 0;  // how many slots are used; they are the first ones
-  uint32_t hand_ = 0;  // at the root: where the search for a slot to replace goes on (CLOCK)
+  uint32_t hand_ = 0;  // at the root: where the search for a slot to replace continues (CLOCK)
   std::unordered_map<Name, uint32_t, NameHash> by_name_;
   uint64_t applied_ = 0;   // the number of the last frame downwards
   uint64_t current_ = 0;   // the number of the frame that is being made or applied

@@ -276,7 +276,7 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   }
   by_name_[name] = number;
   if (!taken) return;
-  // Bits for the former operation mean nothing any more, on whatever connection: a rank that has sent one brings the
+  // Bits for the former operation, on any connection, mean nothing any more: a rank that has sent one brings the
   // operation again, in full.
   const auto found = entries_.find(before);
   // The full frame may arrive when the operation has ended on the other ranks, since parts that were forwarded in full

@@ -48,7 +48,7 @@ class CupySource:
 
     @contextlib.contextmanager
     def inside(self) -> Any:
-        """Return a context in which this thread's arrays come from the pool."""
+        """Return a context in which this thread's arrays are allocated from the pool."""
         with contextlib.ExitStack() as stack:
             if self._device is not None:
                 stack.enter_context(self._cupy.cuda.Device(self._device))

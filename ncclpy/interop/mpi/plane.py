@@ -20,7 +20,7 @@ from ncclpy.types import DataType, ReduceOp
 
 __all__ = ["MpiBackend", "MpiPlane"]
 
-#: The largest count that every MPI takes; more elements go in several calls, or in larger units.
+#: The largest count that every MPI accepts; more elements are sent in several calls, or in larger units.
 _MAX_COUNT = 2**31 - 1
 
 
@@ -194,7 +194,7 @@ class MpiPlane:
         places: list[memoryview | None],
         counts: list[int] | None = None,
     ) -> None:
-        """Launch the reduction of values in place; the results then go to some places."""
+        """Launch the reduction of values in place; afterwards each place gets its part of the results, of `counts`."""
         comm, size = self._backend.comm, self._backend.size
 
         def finish() -> None:

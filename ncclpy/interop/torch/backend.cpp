@@ -76,7 +76,7 @@ class Range {
   std::once_flag once_;
 };
 
-// Names of methods of a process group, which Python keeps for good.
+// Names of methods of a process group, as strings that are never freed.
 struct Methods {
   PyObject* const broadcast = interned("broadcast");
   PyObject* const all_reduce = interned("all_reduce");
@@ -94,8 +94,8 @@ class Layer {
 
   const Methods methods;
 
-  // With the GIL: whether an operation may go to the group itself. It may not before there is a group, nor while
-  // blocks are open, nor with another timeout than the group's.
+  // With the GIL: whether an operation may be begun on the group directly: there is a group, no block is open, and the
+  // timeout is the group's.
   bool is_open() {
     if (!direct_) {
       py::object found = call(python, "direct");

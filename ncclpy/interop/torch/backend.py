@@ -576,7 +576,7 @@ def _count(parts: Sequence[Any], size: int, argument: str) -> None:
 
 
 def _equal_parts(sent: Any, output: Any, size: int) -> tuple[list[int], list[int]]:
-    """Return how many elements go to each rank, and come from it, if no numbers of rows are given."""
+    """Return how many elements are sent to, and received from, each rank, if no numbers of rows are given."""
     total = sent.numel()
     if total != output.numel():
         raise ValueError(f"input has {total} elements, and output {output.numel()}; pass split sizes")

@@ -58,7 +58,7 @@ class TorchSource:
             self.resource: Any = torch.cuda.MemPool(allocator(torch))
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread's tensors come from the pool."""
+        """Return a context in which this thread's tensors are allocated from the pool."""
         context: contextlib.AbstractContextManager[Any] = self._torch.cuda.use_mem_pool(self.resource, self._device)
         return context
 

@@ -140,8 +140,8 @@ def _choose_engine() -> None:
 def _gpu(rank: int) -> int:
     """Return the GPU of a rank of the world if no tensor has named one.
 
-    Torch's current one if that was chosen; else that of LOCAL_RANK; else the only one that this process has tensors
-    on; else the rank's, as in torch's nccl.
+    This is torch's current GPU if the program has chosen it; else the GPU of LOCAL_RANK; else the only GPU that this
+    process has tensors on; else the GPU with the rank's number, as in torch's nccl.
     """
     import torch
 

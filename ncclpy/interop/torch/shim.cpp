@@ -27,7 +27,7 @@ enum Count { followed, expandable, not_followed, ended, kept, counts };
 
 struct State {
   std::mutex mutex;
-  bool attached = false;  // the tracker is attached, for good
+  bool attached = false;  // the tracker is attached; it cannot be detached
   bool open = false;  // new segments are taken in; freed ones are always taken out
   bool looking_back = false;  // from before the tracker is attached until the segments that existed are in
   bool lost_track = false;  // a segment that was freed meanwhile could not be noted

@@ -116,7 +116,7 @@ class Confirmation:
     ) -> None:
         self._store, self._own, self._condition_of, self._stop_of = store, own, condition_of, stop_of
         self._others = [rank for rank in range(size) if rank not in own]
-        self._begun = 0.0  # when this process has confirmed
+        self._confirmed_at = 0.0  # when this process has confirmed
 
     def begin(self) -> None:
         """Note in `_ends` that this process tells an end, before the program sees it; `wait_shortly` ends the note."""
@@ -124,14 +124,14 @@ class Confirmation:
 
     def confirm(self) -> None:
         """Tell that this process knows of the end, and counts no operation that ends from now on as successful."""
-        self._begun = time.monotonic()
+        self._confirmed_at = time.monotonic()
         with contextlib.suppress(StoreError, NcclTimeout):
             for rank in self._own:
                 self._store.set(self.key(rank), b"1")
 
     def wait(self) -> bool:
         """Wait until the other ranks have confirmed, if they can; return whether communicators may be aborted."""
-        begun = self._begun or time.monotonic()
+        begun = self._confirmed_at or time.monotonic()
         if self.wait_shortly(math.inf):
             return True
         if not _python_ends.is_set():  # the others get time to find out by themselves
@@ -149,7 +149,7 @@ class Confirmation:
         The store may end with the process of the rank that serves it.
         """
         begun = time.monotonic()
-        missing, patience = self._others, Patience(self._begun or begun)
+        missing, patience = self._others, Patience(self._confirmed_at or begun)
         try:
             while missing and time.monotonic() - begun < limit:
                 with contextlib.suppress(NcclTimeout):

@@ -60,7 +60,7 @@ cdef class PendingMessages:
     cdef PeerRoute _route_to(self, int rank, int peer)
     cdef bint _all_match(self, Request request) except -1
     cdef tuple _first_absent(self, Request request, dict matches, list stored)
-    cdef bint _expects(self)
+    cdef bint _expect_notes(self)
     cdef int _launch_if_matched(self, Lifecycle group, Connection connection, Request request) except -1
 
 

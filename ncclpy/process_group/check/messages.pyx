@@ -288,7 +288,7 @@ cdef class PendingMessages:
             request.fail(failure)
         return 0
 
-    cdef bint _expects(self):
+    cdef bint _expect_notes(self):
         """Let notes of the peers wake the group's thread; return False if that thread has not made `rings` yet."""
         cdef RingSet rings = self.rings
         if rings is not None:
@@ -509,7 +509,9 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
             request.expected.append((key, peer, message))
             all_told = pending_messages._route_to(group.rank, peer).tell(key, message) and all_told
         if all_told and not connection.held and connection.state != GONE:
-            if pending_messages._all_match(request) or (pending_messages._expects() and pending_messages._all_match(request)):
+            if pending_messages._all_match(request) or (
+                pending_messages._expect_notes() and pending_messages._all_match(request)
+            ):
                 return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]

@@ -62,12 +62,12 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
         raise RuntimeError("transport: MPI is not initialised, or is finalised already")
     _check_level(alone)
     own = duplicate(comm, patience, "coordinator over MPI")
-    heard = gather_json(
+    answers = gather_json(
         own, lambda: {"said": [machine(), engine, loaded, device, current(), device_count()]}, "a coordinator over MPI"
     )
-    told = [each["said"] for each in heard]
-    machines, engines = [each[0] for each in told], [(each[1], each[2]) for each in told]
-    devices = devices_of(machines, [(each[3], each[4], each[5]) for each in told])
+    facts = [each["said"] for each in answers]
+    machines, engines = [each[0] for each in facts], [(each[1], each[2]) for each in facts]
+    devices = devices_of(machines, [(each[3], each[4], each[5]) for each in facts])
     spread, shared = len(set(machines)), len(set(zip(machines, devices, strict=True))) < own.size
     error: Exception | None = None
     if len(set(engines)) > 1:

@@ -180,9 +180,9 @@ class MpiPlane:
                 data = brought.memory()
                 places.append(data)
                 pieces.append(_loaded(data, datatype, factor)[0])
-        there = [brought for brought, _ in members if brought is not None]
-        what = f"all_reduce {there[0].name!r}" if len(there) == 1 else f"all_reduce of {len(members)} arrays"
-        self._reduce(what, there, np.concatenate(pieces), datatype, op, places, [len(each) for each in pieces])
+        own = [brought for brought, _ in members if brought is not None]
+        what = f"all_reduce {own[0].name!r}" if len(own) == 1 else f"all_reduce of {len(members)} arrays"
+        self._reduce(what, own, np.concatenate(pieces), datatype, op, places, [len(each) for each in pieces])
 
     def _reduce(
         self,

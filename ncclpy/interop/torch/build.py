@@ -258,7 +258,7 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part
     RuntimeError
         With the compiler's last lines.
     """
-    said = ""
+    compiler_output = ""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
         output = Path(folder, "shim.so")
         for standard in STANDARDS:
@@ -273,11 +273,11 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part
             if done.returncode == 0:
                 os.replace(output, target)
                 return
-            said = said or done.stderr or done.stdout
-    lines = said.strip().splitlines()
+            compiler_output = compiler_output or done.stderr or done.stdout
+    lines = compiler_output.strip().splitlines()
     last = "\n".join(lines[-SHOWN:])  # the compiler has stopped at the first error
     hint = ""
-    if "cuda_runtime_api.h" in said or "crt/" in said:
+    if "cuda_runtime_api.h" in compiler_output or "crt/" in compiler_output:
         hint = (
             " CUDA's headers are missing: set CUDA_HOME to a toolkit, or pip install nvidia-cuda-runtime and "
             "nvidia-cuda-crt of torch's CUDA version."

@@ -106,9 +106,9 @@ def _made(
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
         # Torch programs read tensors on streams, which continue after an abort: by default nothing is aborted.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
-        there = TorchStore(store, min(timeout, 300.0), shutdown)
-        there.one_attempt = True  # torch gives each attempt keys of its own
-        made = ProcessGroup(there, rank, len(ranks), **given)
+        group_store = TorchStore(store, min(timeout, 300.0), shutdown)
+        group_store.one_attempt = True  # torch gives each attempt keys of its own
+        made = ProcessGroup(group_store, rank, len(ranks), **given)
         made.translate = backend_error
         return made
 

@@ -229,7 +229,8 @@ class _Member:
         own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         of_all = torch.empty((self.group.size, len(numbers)), dtype=torch.int64, device=self.device)
         self.group.all_gather(own, of_all, timeout=deadline.left()).wait()
-        return of_all.tolist()
+        rows: list[list[int]] = of_all.tolist()
+        return rows
 
     def _tell(self, data: bytes, nbytes: int, root: int, deadline: _Deadline) -> bytes:
         """Return the root's data."""
@@ -485,10 +486,9 @@ class WeightReceiver:
         assert layout is not None
         member.agree(None if into is None else _difference(layout, into), deadline)
         with _AbortsGroup(self.group, "could not receive weights"):
-            if into is None:
-                tensors = _new(layout, member.device)
-            else:
-                tensors, self.version = into, None
+            tensors: Mapping[str, Any] = _new(layout, member.device) if into is None else into
+            if into is not None:
+                self.version = None
             emptying = _Emptying(layout, [tensors[each.name] for each in layout.entries])
             member.buckets(sender, deadline, None, emptying)
         self.version = version

@@ -9,6 +9,7 @@ python examples/weights_to_engines.py
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from ncclpy.interop.torch import WeightReceiver, WeightSender
 
 ncclpy.use("host")  # on GPUs: leave it out, and keep the weights on the GPU of the rank
 TRAINER, RANKS = 0, 3  # engines are 1 and 2
-MEMBER = {"name": "weights", "timeout": 60.0}
+MEMBER: dict[str, Any] = {"name": "weights", "timeout": 60.0}
 
 
 def made(store: TCPStore, number: int) -> ncclpy.ProcessGroup:
@@ -51,10 +52,10 @@ def serve(receiver: WeightReceiver, store: TCPStore, number: int) -> None:
         except ncclpy.NcclError:
             receiver.group.recover(timeout=20)
             continue
-        stop = weights.pop("stop")
-        assert all((each == version).all() for each in weights.values()), "a mixture of versions"
+        layers = [each for name, each in weights.items() if name != "stop"]
+        assert all((each == version).all() for each in layers), "a mixture of versions"
         store.set(f"engine/{number}", b"%d" % version)
-        if stop:
+        if weights["stop"]:
             break
     receiver.group.close()
 

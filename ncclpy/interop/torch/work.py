@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import threading
@@ -186,15 +185,6 @@ class TorchWork:
             return self._after_done is None or bool(self._after_done.query())
         return True
 
-    def copy_if_done(self) -> bool:
-        """Run `after` if the operation has succeeded; return whether the operation has ended."""
-        if not self._ncclpy_work.is_completed():
-            return False
-        if self._ncclpy_work.state == "completed":
-            with contextlib.suppress(Exception):  # `_failure` is the work's error now
-                self._finish()
-        return True
-
     def is_success(self) -> bool:
         """Return whether it has succeeded."""
         return self.is_completed() and self._ncclpy_work.state == "completed" and self._failure is None
@@ -284,13 +274,13 @@ class PendingCopies:
     def add(self, work: TorchWork, after: list[Callable[[], object]]) -> None:
         """Add a work, whose functions are `after`."""
         self.finish()  # the program may never call a barrier
-        after.append(lambda: self._works.pop(id(work), None))
+        after.append(functools.partial(self._works.pop, id(work), None))
         self._works[id(work)] = work
 
     def finish(self) -> None:
         """Make the copies of all works that have succeeded."""
         for key, work in list(self._works.items()):
-            if work.copy_if_done():
+            if work.is_completed():  # this makes the copies
                 self._works.pop(key, None)
 
 

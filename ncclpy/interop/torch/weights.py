@@ -14,6 +14,7 @@ An error on one rank after step 3 aborts the group, so that the other ranks do n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -30,9 +31,6 @@ __all__ = ["WeightReceiver", "WeightSender", "Weights"]
 
 #: Bytes at which each tensor begins in the sequence: a multiple of every type's size.
 _ALIGNMENT = 256
-#: What each rank exchanges in step 2: whether it sends, its version and digest, the layout's and a bucket's bytes, and
-#: the milliseconds that it still waits for a sender.
-_FIELDS = ("sends", "version", "digest", "layout_bytes", "bucket_bytes", "patience")
 #: Seconds between two looks for a sender.
 _PAUSE = 0.05
 _BUFFERS = 2
@@ -123,10 +121,10 @@ class _Member:
         self.layout: _Layout | None = None
         self.bucket_bytes = 0
 
-    def begin(self, deadline: _Deadline, version: int | None, sends: _Layout | None) -> tuple[int, int]:
+    def begin(self, deadline: _Deadline, sends: _Layout | None = None, version: int = 0) -> tuple[int, int]:
         """Find the sender, and have its layout on this rank; return its rank and version.
 
-        Receivers look for a sender until the deadline of one of them.
+        `sends` and `version` are the sender's. Receivers look for a sender until the deadline of one of them.
         """
         while True:
             if self.has_joined:
@@ -138,14 +136,13 @@ class _Member:
             layout = self.layout
             own = {
                 "sends": int(sends is not None),
-                "version": version or 0,
+                "version": version,
                 "digest": layout.digest if layout else 0,
                 "layout_bytes": 0 if sends is None else len(sends.data),
                 "bucket_bytes": self.bucket_bytes,
-                "patience": deadline.patience(),
+                "patience": deadline.patience(),  # milliseconds that it still waits for a sender
             }
-            ranks = self._exchange([own[name] for name in _FIELDS], deadline)
-            found = [dict(zip(_FIELDS, row, strict=True)) for row in ranks]
+            found = [dict(zip(own, row, strict=True)) for row in self._exchange(list(own.values()), deadline)]
             senders = [rank for rank, each in enumerate(found) if each["sends"]]
             if len(senders) > 1:
                 raise ValueError(
@@ -251,18 +248,16 @@ def _bytes_of(tensor: Any) -> Any:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-class _AbortsGroup:
-    """A block whose errors abort the group: the other ranks would wait for this one."""
-
-    def __init__(self, group: ProcessGroup, what: str) -> None:
-        self._group, self._what = group, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and not isinstance(error, NcclError):
-            self._group.abort(f"rank {self._group.rank} {self._what}: {type(error).__name__}: {error}")
+@contextlib.contextmanager
+def _abort_on_error(group: ProcessGroup, what: str) -> Iterator[None]:
+    """Abort the group if the block raises: the other ranks would wait for this one."""
+    try:
+        yield
+    except NcclError:  # it has ended the group
+        raise
+    except BaseException as error:
+        group.abort(f"rank {group.rank} {what}: {type(error).__name__}: {error}")
+        raise
 
 
 class WeightSender:
@@ -358,9 +353,9 @@ class WeightSender:
         listed = list(self._layout_of(tensors))
         layout = _Layout(each for _, results in listed for each in results)
         member.bucket_bytes = self._bucket_bytes
-        sender, _ = member.begin(deadline, version, layout)
+        sender, _ = member.begin(deadline, layout, version)
         member.agree(None, deadline)
-        with _AbortsGroup(self.group, "could not send weights"):
+        with _abort_on_error(self.group, "could not send weights"):
             member.buckets(sender, deadline, _Filling(tensors, listed, self._quantize, layout), None)
         return tuple(rank for rank in range(self.group.size) if rank != sender)
 
@@ -481,11 +476,11 @@ class WeightReceiver:
             If a receiver cannot take these tensors, or several ranks send: on all ranks, and the group works.
         """
         deadline, member = _Deadline(timeout), self._member
-        sender, version = member.begin(deadline, self.version, None)
+        sender, version = member.begin(deadline)
         layout = member.layout
         assert layout is not None
         member.agree(None if into is None else _difference(layout, into), deadline)
-        with _AbortsGroup(self.group, "could not receive weights"):
+        with _abort_on_error(self.group, "could not receive weights"):
             tensors: Mapping[str, Any] = _new(layout, member.device) if into is None else into
             if into is not None:
                 self.version = None

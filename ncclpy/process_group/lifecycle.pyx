@@ -485,13 +485,13 @@ cdef class Lifecycle:
 
     def fail(
         self, error, text, number, Connection failed=None, bint may_exit=True, bint with_inquiry=False, bint in_words=True,
-        bint call_hooks=True, bint only_if_asked=False,
+        bint call_hooks=True, bint only_if_asked=False, Request request=None,
     ):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
         The connection `failed` ends itself. With `with_inquiry`, the errors of all ranks have what all ranks do, as data
         and, with `in_words`, in words. With `only_if_asked`, the other ranks take the text only when they ask: they learn
-        of the end in another way.
+        of the end in another way. The work of a `request` gets the error itself.
         """
         summary = states = None
         if number is None or number == self.number:
@@ -499,11 +499,12 @@ cdef class Lifecycle:
         try:
             if with_inquiry and not self.is_over() and self.size > 1 and self.on_error != "exit_now":
                 summary, states = self.inquire(error, in_words)  # before the program sees the error
-        finally:  # also if a signal handler has raised in the wait
-            self._end_by(error, text, number, failed, may_exit, call_hooks, summary, states, only_if_asked)
+        finally:  # a signal handler may raise in the wait
+            self._end_by(error, text, number, failed, may_exit, call_hooks, summary, states, only_if_asked, request)
 
     def _end_by(
-        self, error, text, number, Connection failed, bint may_exit, bint call_hooks, summary, states, bint only_if_asked
+        self, error, text, number, Connection failed, bint may_exit, bint call_hooks, summary, states, bint only_if_asked,
+        Request request,
     ):
         """Do the rest of `fail`, after the inquiry."""
         cdef Connection one
@@ -520,8 +521,8 @@ cdef class Lifecycle:
             # waits for `end_begun`, so that this rank writes nothing after the last rank has cleared the store.
             self.end_begun, self.end_thread = threading.Event(), threading.get_ident()
             begun = self.end_begun
-            connections, group_status = list(self.connections.values()), self.group_status
-            in_flight = bool(self.unmatched) or any([one.has_unsettled() for one in connections])
+            connections, group_status, informed = list(self.connections.values()), self.group_status, self.informed
+            in_flight = request is not None or bool(self.unmatched) or any([one.has_unsettled() for one in connections])
             comms, readers = [] if failed is None else list(failed.comms), set()
             affected = connections if failed is None or failed in connections else [*connections, failed]
             for one in affected:  # first, for threads that leave a wait, or begin to read by a stream, after this
@@ -529,7 +530,6 @@ cdef class Lifecycle:
             for one in affected:  # under the lock: other failures settle works once they find the group ended
                 one.note_readers(readers)
             unmatched, self.unmatched = self.unmatched, []
-            informed = self.informed
             hooks = self.abort_hooks  # hooks that are added later are called at once
             kind = type(error).__name__
             if failed is not None:
@@ -558,12 +558,13 @@ cdef class Lifecycle:
                 except RuntimeError:  # no thread can be started
                     telling = None
                     group_status.tell(*end)
-            is_abort = type(error) is NcclAborted
-            error_of_others = error if is_abort else has_ended(self.name, error, same_class_as(type(error).__name__))
+            error_of_others = error if type(error) is NcclAborted else has_ended(self.name, error, same_class_as(type(error).__name__))
             error._informed = error_of_others._informed = informed
             self.failures = [error, error_of_others] if in_flight else []
             if in_flight and not self.closed and threading.get_ident() not in self.enders:
                 note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
+            if request is not None:  # before its connection is aborted with `error_of_others`
+                request.work.settle(error)
             if hooks and call_hooks or readers:
                 deliver(error)
             for one in connections:
@@ -678,9 +679,8 @@ cdef class Lifecycle:
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         cdef double deadline = deadline_after(seconds)
         cdef bint drained = False
-        cdef Py_ssize_t pending, left = 0
+        cdef Py_ssize_t left = 0, pending = self.pending() if self.failure is None else 0
         raise_if_forked()
-        pending = self.pending() if self.failure is None else 0
         with self.lock:
             if self.closed:
                 return 0

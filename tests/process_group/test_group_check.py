@@ -21,6 +21,7 @@ from warm_ranks import run_ranks
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.check import shared_memory
 
 pytestmark = pytest.mark.usefixtures("host_engine")
@@ -386,6 +387,28 @@ def test_message_without_its_other_half_times_out(board):
             testing.wait_for(lambda: group.error is not None)
             group.barrier()
 
+    found = errors_of(2, body, check="first")
+    assert all("rank 1 has not begun the matching message within 300 ms" in told for told in found), found
+
+
+def test_failed_message_whose_wait_has_raised_is_not_raised_by_close(board, monkeypatch):
+    """Slow inquiries delay the end of the group, which has to come before the error of the work."""
+    ask = Inquiries.ask
+
+    def ask_slowly(*args):
+        answer = ask(*args)
+        time.sleep(0.2)
+        return answer
+
+    def body(group):
+        group.connect([1 - group.rank])
+        if group.rank == 0:
+            group.send(np.ones(1), 1, timeout=0.3).wait(DEADLINE)
+        else:
+            testing.wait_for(lambda: group.error is not None)
+            group.barrier()
+
+    monkeypatch.setattr(Inquiries, "ask", ask_slowly)
     found = errors_of(2, body, check="first")
     assert all("rank 1 has not begun the matching message within 300 ms" in told for told in found), found
 

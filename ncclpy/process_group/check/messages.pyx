@@ -452,11 +452,11 @@ cdef class PendingMessages:
                     error = failure
         launch_here(lent)
         if error is not None:
+            if group.on_error != "report":
+                group.fail(error, text_of(error), connection.epoch, request=request)
             request.fail(error)
             if group.on_error == "report":
                 _report(group, error)
-            else:
-                group.fail(error, text_of(error), connection.epoch)
         return True
 
     def _end_uncompared(self, Lifecycle group, Connection connection, error):
@@ -465,11 +465,8 @@ cdef class PendingMessages:
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
         else:
-            text = text_of(error)  # for the other ranks; `fail` tells them what all ranks do as well
-            group.inquire(error)  # before the waiting threads see the error
-            for request in list(connection.held[:1]):
-                (<Request>request).work.settle(error)
-            group.fail(error, text, connection.epoch, with_inquiry=True)
+            held = connection.held
+            group.fail(error, text_of(error), connection.epoch, with_inquiry=True, request=held[0] if held else None)
 
 
 def _report(Lifecycle group not None, error):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.coordinator.buffers import TensorEntry
 from ncclpy.coordinator.keys import as_name
 from ncclpy.coordinator.plan import Call
-from ncclpy.coordinator.reductions import reduction, signature_of
+from ncclpy.coordinator.reductions import reduction, reduction_of, signature_of
 from ncclpy.coordinator.signature import Kind, Signature, pack_all
 from ncclpy.process_group.sparse import SparseSum, maker_of
 from ncclpy.types import as_integer
@@ -36,6 +37,17 @@ def _maker_of(array: Any) -> Any:
             f"{kind.__module__}.{kind.__qualname__}"
         )
     return maker
+
+
+def _check_one_memory(parts: Sequence[TensorEntry]) -> None:
+    """Raise unless all arrays of a call are in device memory, or all in CPU memory: one data plane carries them."""
+    other = next((part for part in parts if part.on_device != parts[0].on_device), None)
+    if other is not None:
+        places = [("CPU memory", "device memory")[part.on_device] for part in (parts[0], other)]
+        raise ValueError(
+            f"arrays: that of {parts[0].name!r} is in {places[0]}, that of {other.name!r} in {places[1]}: use a call "
+            "for each memory"
+        )
 
 
 class _Outputs:
@@ -76,48 +88,77 @@ class Broadcast(Call):
 
 
 class AllGather(Call):
-    """Concatenate arrays of all ranks along the first dimension."""
+    """Concatenate the arrays that all ranks bring under each name, along the first dimension."""
 
-    def __init__(self, name: str, array: Any, device: int) -> None:
-        self._outputs = _Outputs(array)
-        part = TensorEntry(Kind.ALL_GATHER, device, as_name(name), array)
-        rows, entry = _rows_of(part.shape)
-        self.own = struct.pack("=q", rows)
-        self.begin(part, signature_of(Kind.ALL_GATHER, part, entry))
+    def __init__(self, names: Sequence[str], arrays: Sequence[Any], device: int) -> None:
+        self._outputs = [_Outputs(array) for array in arrays]
+        try:
+            for name, array in zip(names, arrays, strict=True):
+                self.parts.append(TensorEntry(Kind.ALL_GATHER, device, as_name(name), array))
+            _check_one_memory(self.parts)
+        except BaseException as error:
+            self.withdraw(error)
+            raise
+        rows, entries = zip(*[_rows_of(part.shape) for part in self.parts], strict=True)
+        self.own = struct.pack(f"={len(rows)}q", *rows)
+        signatures = map(partial(signature_of, Kind.ALL_GATHER), self.parts, entries)
+        self.begin_all(self.parts, tuple(signatures))
 
-    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
-        part, entry = self.parts[0], self.signatures[0].shape
-        rows = [struct.unpack("=q", own)[0] for own in owns]
-        with self._outputs as new_array:
-            result = new_array((sum(rows), *entry))
-            part.result_in(result)
-            return plane.gather(part, [each * prod(entry) for each in rows], result)
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
+        rows_by_rank = [struct.unpack(f"={len(self.parts)}q", own) for own in owns]
+        begun = []
+        for part, signature, outputs, rows in zip(
+            self.parts, self.signatures, self._outputs, zip(*rows_by_rank, strict=True), strict=True
+        ):
+            with outputs as new_array:
+                result = new_array((sum(rows), *signature.shape))
+                part.result_in(result)
+                begun.append(plane.gather(part, [each * prod(signature.shape) for each in rows], result))
+        return [each for each in begun if each is not None]
 
 
 class ReduceScatter(Call):
-    """Reduce arrays of all ranks; each rank gets some rows of the result."""
+    """Reduce the arrays that all ranks bring under each name; each rank gets some rows of each result."""
 
-    def __init__(self, name: str, array: Any, op: Any, device: int, rank: int, size: int) -> None:
-        spaces = _Outputs(array)
-        part = TensorEntry(Kind.REDUCE_SCATTER, device, as_name(name), array)
+    def __init__(
+        self,
+        names: Sequence[str],
+        arrays: Sequence[Any],
+        op: Any,
+        device: int,
+        rank: int,
+        size: int,
+        prescale: Any = None,
+        postscale: Any = None,
+    ) -> None:
+        self._rows: list[list[int]] = []
+        self._results: list[Any] = []
+        signatures = []
         try:
-            code = part.op_code(op, size)
-            if not part.shape:
-                raise ValueError("array: it has no first dimension, of which each rank would get a part")
-            rows, entry = _rows_of(part.shape)
-            self._rows = [rows // size + (each < rows % size) for each in range(size)]
-            self._result = spaces.space((self._rows[rank], *entry))
+            for name, array in zip(names, arrays, strict=True):
+                outputs = _Outputs(array)
+                part = TensorEntry(Kind.REDUCE_SCATTER, device, as_name(name), array)
+                self.parts.append(part)
+                signatures.append(reduction_of(Kind.REDUCE_SCATTER, part, op, size, prescale, postscale))
+                if not part.shape:
+                    raise ValueError("array: it has no first dimension, of which each rank would get a part")
+                rows, entry = _rows_of(part.shape)
+                self._rows.append([rows // size + (each < rows % size) for each in range(size)])
+                self._results.append(outputs.space((self._rows[-1][rank], *entry)))
+                part.result_in(self._results[-1])
+            _check_one_memory(self.parts)
         except BaseException as error:
-            part.withdraw(error)
+            self.withdraw(error)
             raise
-        part.result_in(self._result)
-        self.begin(part, signature_of(Kind.REDUCE_SCATTER, part, part.shape, op=code))
+        self.begin_all(self.parts, tuple(signatures))
 
-    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> FusedLaunch | None:
-        signature = self.signatures[0]
-        op, factor = reduction(signature, len(owns), absent)
-        row = prod(signature.shape[1:])
-        return plane.scatter(self.parts[0], op, factor, [each * row for each in self._rows], self._result)
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
+        begun = []
+        for part, signature, rows, result in zip(self.parts, self.signatures, self._rows, self._results, strict=True):
+            op, factor = reduction(signature, len(owns), absent)
+            row = prod(signature.shape[1:])
+            begun.append(plane.scatter(part, op, factor, [each * row for each in rows], result))
+        return [each for each in begun if each is not None]
 
 
 class AllToAll(Call):

@@ -152,9 +152,7 @@ class Coordinator(Operations):
         epoch = None if self._group is None else number_of(self._group)
         if self._path is not None and self._timeline is None:
             rank = self._group.rank if self._group is not None else self._store_place[1]
-            path = os.fspath(self._path)
-            if "{rank}" in path or rank == 0:
-                self._timeline = Timeline(path.replace("{rank}", str(rank)), rank)
+            self._timeline = _timeline_at(self._path, rank)
         with contextlib.ExitStack() as undo:  # closes what is made already, if something raises
             backend, control = self._meet(undo) if self._comm is None else self._meet_over_mpi(undo)
             self.rank, self.size, self.name = control.rank, control.size, backend.name
@@ -295,6 +293,38 @@ class Coordinator(Operations):
         member = session.define(members, self._options.timeout if timeout is None else timeout)
         return ProcessSet(self._current, session, self._submitter_of(session, member, epoch))
 
+    def start_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write the phases of the operations that are brought from now on to a file, as the option `timeline` does.
+
+        Each rank that is to write a file calls this. On GPUs the phase *run* begins with the launch, unless the
+        coordinator was made with `timeline`.
+
+        Parameters
+        ----------
+        path : path
+            See the parameter `timeline` of `Coordinator`.
+
+        Raises
+        ------
+        ValueError
+            If a timeline is being written.
+        """
+        self._current().check()
+        with self._renewal_lock:
+            if self._path is not None:
+                raise ValueError(
+                    f"path: the timeline {os.fspath(self._path)} is being written: call stop_timeline() first"
+                )
+            self._path, self._timeline = path, _timeline_at(path, self.rank)
+            self._session.set_timeline(self._timeline)
+
+    def stop_timeline(self) -> None:
+        """End the file of the timeline, without the operations that have not ended; do nothing if there is none."""
+        with self._renewal_lock:
+            timeline, self._path, self._timeline = self._timeline, None, None
+            self._session.set_timeline(None)
+        _finish(timeline)
+
     def stats(self) -> dict[str, Any]:
         """Return counters of what was done so far.
 
@@ -384,11 +414,7 @@ class Coordinator(Operations):
 
     def _end(self) -> None:
         self._is_closed = True
-        if self._timeline is not None:
-            drained = threading.Event()
-            aside(drained.set)  # runs after the callbacks of finished works, in the same thread
-            drained.wait(_TIMELINE_TIMEOUT)
-            self._timeline.close()
+        _finish(self._timeline)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -422,7 +448,8 @@ class Coordinator(Operations):
 class ProcessSet(Operations):
     """Run operations among some ranks of a `Coordinator`; made by `Coordinator.process_set`.
 
-    A set has names of its own, and its operations do not wait for those of other sets.
+    A set has names of its own, and its operations do not wait for those of other sets. It ends with its coordinator,
+    or by `close`.
 
     Parameters
     ----------
@@ -454,8 +481,42 @@ class ProcessSet(Operations):
             )
         return self._submitter  # if the coordinator is closed, each call of the submitter raises its error
 
+    def close(self, timeout: float | None = None) -> None:
+        """End the set and release its communicator; all members call this, and bring nothing to the set afterwards.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for the other members, and for launched operations; without end by default.
+
+        Raises
+        ------
+        ValueError
+            If operations that this rank has brought wait for other ranks.
+        NcclTimeout
+            If not all members have called it in time; this rank has, and a second call waits again.
+        """
+        if self._current() is self._session:  # otherwise it has ended with the ranks of its session
+            self._session.close_set(self._submitter.member, timeout)
+
     def __repr__(self) -> str:
         return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"
+
+
+def _timeline_at(path: str | os.PathLike[str], rank: int) -> Timeline | None:
+    """Return a timeline of this rank; None if only rank 0 writes the file."""
+    name = os.fspath(path)
+    return Timeline(name.replace("{rank}", str(rank)), rank) if "{rank}" in name or rank == 0 else None
+
+
+def _finish(timeline: Timeline | None) -> None:
+    """Close a timeline after the callbacks of the works that have ended."""
+    if timeline is None:
+        return
+    drained = threading.Event()
+    aside(drained.set)  # runs after those callbacks, in the same thread
+    drained.wait(_TIMELINE_TIMEOUT)
+    timeline.close()
 
 
 def _give_up(group: ProcessGroup, kind: Any, error: BaseException | None, traceback: Any) -> None:

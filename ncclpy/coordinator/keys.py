@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-__all__ = ["BEGINNING", "LEAVING", "as_name", "key_of", "names_of", "shown"]
+__all__ = ["BEGINNING", "LEAVING", "SET_END", "as_name", "key_of", "names_of", "shown"]
 
-#: The keys of two internal operations: by the first the ranks compare their options at the beginning, by the second
-#: they wait for each other at the end.
-BEGINNING, LEAVING = b"\x02", b"\x03"
+#: The keys of internal operations: by the first the ranks compare their options at the beginning, by the second they
+#: wait for each other at the end, by the third the members of a process set end the set.
+BEGINNING, LEAVING, SET_END = b"\x02", b"\x03", b"\x04"
+#: What these stand for in messages.
+_OWN_NAMES = {BEGINNING: "the coordinator's beginning", LEAVING: "the coordinator's end", SET_END: "the set's end"}
 
 _ONE, _SEVERAL = b"\x00", b"\x01"
 _LENGTH = struct.Struct("=I")
@@ -49,7 +51,7 @@ def names_of(key: bytes) -> tuple[str, ...]:
     if key[:1] == _ONE:
         return (key[1:].decode("utf-8", "surrogatepass"),)
     if key[:1] != _SEVERAL:
-        return ("the coordinator's beginning" if key == BEGINNING else "the coordinator's end",)
+        return (_OWN_NAMES[key],)
     found, offset = [], 1
     while offset < len(key):
         (length,) = _LENGTH.unpack_from(key, offset)

@@ -16,6 +16,7 @@ cdef class OperationStats:
 # Whether a session lets operations pass.
 cdef class SubmitGate:
     cdef public bint shut
+    cdef public object timeline
 
 
 # The path by which a rank brings operations to one process set.
@@ -26,7 +27,6 @@ cdef class Submitter:
     cdef SubmitGate gate
     cdef object send
     cdef OperationStats counts
-    cdef object timeline
     cdef int forks
     cdef ProcessGroup group
     cdef long long number
@@ -45,13 +45,15 @@ cdef class ProcessSetWorker:
     cdef readonly RememberedCalls remembered
     cdef public object plane
     cdef readonly object host_plane
+    cdef public bint closing
     cdef bint for_devices
     cdef bint staged
     cdef long long fusion_bytes
     cdef long long large
     cdef OperationStats counts
     cdef object on_error
-    cdef object on_launch
+    cdef public object on_launch
+    cdef dict unnamed
     cdef readonly LaunchQueue launch_queue
 
     cdef int note(self, Call call) except -1

@@ -23,6 +23,7 @@ class OperationStats:
 @disjoint_base
 class SubmitGate:
     shut: bool
+    timeline: Timeline | None
 
 @disjoint_base
 class Submitter:
@@ -33,7 +34,6 @@ class Submitter:
         gate: SubmitGate,
         control: Any,
         counts: OperationStats,
-        timeline: Timeline | None = None,
     ) -> None: ...
     @property
     def member(self) -> ProcessSetWorker: ...
@@ -54,6 +54,8 @@ class Submitter:
 @disjoint_base
 class ProcessSetWorker:
     plane: DataPlane
+    on_launch: Callable[[Sequence[Any], bool], object] | None
+    closing: bool
     def __init__(
         self,
         pending: Pending,
@@ -85,6 +87,8 @@ class ProcessSetWorker:
     def host_plane(self) -> DataPlane | None: ...
     @property
     def launch_queue(self) -> LaunchQueue: ...
+    def next_name(self, kind: str) -> str: ...
+    def return_name(self, kind: str, name: str) -> None: ...
     def run(self, operations: list[Ready], then: Callable[[int], object]) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     def close(self, timeout: float) -> None: ...

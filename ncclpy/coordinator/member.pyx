@@ -56,6 +56,8 @@ cdef class SubmitGate:
     ----------
     shut : bool
         Whether a thread that brings an operation must call the session's `check`, which raises if it cannot.
+    timeline : Timeline or None
+        The timeline that records each operation.
     """
 
 
@@ -74,8 +76,6 @@ cdef class Submitter:
         The session's control plane.
     counts : OperationStats
         The counters to add to.
-    timeline : Timeline, optional
-        The timeline that records each operation.
 
     Attributes
     ----------
@@ -84,10 +84,10 @@ cdef class Submitter:
     """
 
     def __init__(
-        self, session, ProcessSetWorker member not None, SubmitGate gate not None, control, OperationStats counts not None, timeline=None
+        self, session, ProcessSetWorker member not None, SubmitGate gate not None, control, OperationStats counts not None
     ):
         self.session, self.member, self.gate = session, member, gate
-        self.send, self.counts, self.timeline = control.bring, counts, timeline
+        self.send, self.counts = control.bring, counts
         self.device = session.device
         self.forks = _forks
 
@@ -111,17 +111,21 @@ cdef class Submitter:
     cpdef int bring(self, Call call) except -1:
         """Bring an operation; if this raises, the operation is withdrawn and nothing of it was sent."""
         cdef ProcessSetWorker member = self.member
+        timeline = None
         try:
             if self.gate.shut:
                 self.session.check()
             member.note(call)
-            if self.timeline is not None:
-                self.timeline.watch(call.parts)
+            timeline = self.gate.timeline
+            if timeline is not None:
+                timeline.watch(call.parts)
             # Cython code runs no signal handler, so none raises after the send and has a sent operation withdrawn.
             self.send(member.number, call.key, call.fixed, call.own, call.joinable)
         except BaseException as error:
             member.pending.forget(call)
             call.withdraw(error)
+            if timeline is not None:
+                timeline.forget(call.parts)
             self.session.explain(error)
             raise
         self.counts.add("brought", len(call.parts))
@@ -175,6 +179,11 @@ cdef class ProcessSetWorker:
         Whether arrays in device memory are accepted.
     on_launch : callable, optional
         ``on_launch(parts, fused)`` is called with arrays that are launched together.
+
+    Attributes
+    ----------
+    closing : bool
+        Whether this rank has asked for the end of the set, and so brings nothing more to it.
     """
 
     def __init__(
@@ -190,10 +199,22 @@ cdef class ProcessSetWorker:
         self.staged = staged and host_plane is None
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
         self.counts, self.on_error, self.on_launch = counts, on_error, on_launch
-        self.remembered = RememberedCalls(cache)
+        self.remembered, self.unnamed = RememberedCalls(cache), {}
         self.launch_queue = LaunchQueue(f"ncclpy-coordinator-{self.number}", on_error)
 
     # Bringing.
+
+    def next_name(self, str kind not None):
+        """Return a name for an operation without one: its kind, and how many of this kind had none before."""
+        cdef long long number = self.unnamed.get(kind, 0)
+        self.unnamed[kind] = number + 1
+        return f"{kind}.unnamed.{number}"
+
+    def return_name(self, str kind not None, str name not None):
+        """Take back a name whose operation could not be brought, if it is the last one."""
+        cdef long long number = self.unnamed.get(kind, 0) - 1
+        if name == f"{kind}.unnamed.{number}":
+            self.unnamed[kind] = number
 
     cdef int note(self, Call call) except -1:
         """Note what this rank is about to bring.
@@ -201,9 +222,11 @@ cdef class ProcessSetWorker:
         Raises
         ------
         ValueError
-            If one of its names is in flight, if one of its arrays overlaps memory in flight and either is written, or
-            if no plane carries an array's memory.
+            If one of its names is in flight, if one of its arrays overlaps memory in flight and either is written, if
+            no plane carries an array's memory, or if the set is closed.
         """
+        if self.closing:
+            raise ValueError(f"{self.label} is closed on this rank. Nothing of this call was sent")
         if not self.for_devices and any(part.on_device for part in call.parts):
             raise ValueError(
                 f"array: {call.names[0]!r} is in device memory, and MPI carries the data of this coordinator, which "
@@ -274,19 +297,25 @@ cdef class ProcessSetWorker:
 
     cdef int _count(self, Step step, list brought) except -1:
         cdef TensorEntry part
+        cdef Ready first = step.operations[0]
+        cdef Py_ssize_t fused = len(brought)
         cdef long long nparts = 0, nbytes = 0
+        if first.call is not None and not first.agreed.fusable:  # it launches all its arrays itself
+            brought = first.call.parts
         for part in brought:
             if part is not None:
                 nparts += 1
                 nbytes += <long long>part.view.nbytes
+        if first.call is not None and not first.agreed.fusable:
+            nparts = len(first.call.names)  # a sparse array is two arrays
         if nparts:  # otherwise this rank has joined
             self.counts.launched(_NAMES[step.signature.kind], nparts, nbytes)
         self.counts.add("launches", 1)
-        if len(brought) > 1:
-            self.counts.add("fused", len(brought))
+        if fused > 1:
+            self.counts.add("fused", fused)
             self.counts.add("fused_launches", 1)
         if self.on_launch is not None:
-            self.on_launch([part for part in brought if part is not None], len(brought) > 1)
+            self.on_launch([part for part in brought if part is not None], fused > 1)
         return 0
 
     cdef object _plane_of(self, Step step):

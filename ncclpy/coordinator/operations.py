@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
 from ncclpy.coordinator.calls import AllGather, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
 from ncclpy.coordinator.member import Submitter
@@ -17,6 +17,7 @@ __all__ = ["Operations"]
 _T = TypeVar("_T")
 _Indices = TypeVar("_Indices")
 _Values = TypeVar("_Values")
+_Result = TypeVar("_Result")
 
 
 class Operations:
@@ -33,9 +34,19 @@ class Operations:
         submitter = self._submitter
         return self._renew_submitter() if submitter.is_outdated() else submitter
 
+    def _bring_unnamed(self, method: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
+        """Call a method for one operation with a name that the other ranks' operations without one have too."""
+        member, kind = self._current_submitter().member, method.__name__
+        name = member.next_name(kind)
+        try:
+            return method(name, *args, **options)
+        except BaseException:
+            member.return_name(kind, name)  # else this rank's next one would have another number than the others'
+            raise
+
     def all_reduce(
         self,
-        name: str,
+        name: str | None,
         array: _T,
         op: OpLike = SUM,
         *,
@@ -50,8 +61,10 @@ class Operations:
 
         Parameters
         ----------
-        name : str
-            Any text. The name can be brought again once its operation was launched.
+        name : str or None
+            Any text. The name can be brought again once its operation was launched. With None it is the kind of the
+            operation and a number: the n-th operation of a kind that a rank brings to this set without a name is the
+            n-th of the others, so the ranks bring these in one order, and each is negotiated as if it were new.
         array : buffer
             An array of numpy, torch or CuPy, or whatever `Communicator.all_reduce` accepts; in device or in CPU
             memory.
@@ -83,9 +96,19 @@ class Operations:
         submitter = self._submitter
         if submitter.is_outdated():
             submitter = self._renew_submitter()
+        if name is None:
+            return self._bring_unnamed(self.all_reduce, array, op, prescale=prescale, postscale=postscale)
         return submitter.all_reduce(name, array, op, prescale, postscale)
 
-    def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[_T], op: OpLike = SUM) -> list[Work[_T]]:
+    def grouped_all_reduce(
+        self,
+        names: Sequence[str],
+        arrays: Sequence[_T],
+        op: OpLike = SUM,
+        *,
+        prescale: float | None = None,
+        postscale: float | None = None,
+    ) -> list[Work[_T]]:
         """Reduce arrays together: all of them, or none if something does not fit.
 
         Parameters
@@ -96,28 +119,27 @@ class Operations:
             As for `all_reduce`.
         op : ReduceOp or str
             The operator of all arrays.
+        prescale, postscale : float, optional
+            As for `all_reduce`, of all arrays.
 
         Returns
         -------
         list of Work
             One work for each array.
         """
-        names, arrays = tuple(names), tuple(arrays)
-        if not names or len(names) != len(arrays):
-            both = f"{len(names)} and {len(arrays)}"
-            raise ValueError(f"names, arrays: expected as many of both, at least one, got {both}")
+        names, arrays = _as_many(names, arrays)
         submitter = self._current_submitter()
         member = submitter.member
-        call = AllReduce(names, arrays, op, submitter.device, member.size, member.remembered)
+        call = AllReduce(names, arrays, op, submitter.device, member.size, member.remembered, prescale, postscale)
         submitter.bring(call)
         return [part.work for part in call.parts]
 
-    def all_gather(self, name: str, array: _T) -> Work[_T]:
+    def all_gather(self, name: str | None, array: _T) -> Work[_T]:
         """Concatenate the arrays of all ranks along the first dimension, on all ranks.
 
         Parameters
         ----------
-        name : str
+        name : str or None
             As for `all_reduce`.
         array : array
             Of numpy, torch or CuPy. First dimensions may differ between ranks, and may be 0; the others are the same.
@@ -128,12 +150,35 @@ class Operations:
         Work
             Its result is a new array, of the same package.
         """
+        if name is None:
+            return self._bring_unnamed(self.all_gather, array)
         submitter = self._current_submitter()
-        call = AllGather(name, array, submitter.device)
+        call = AllGather((name,), (array,), submitter.device)
         submitter.bring(call)
         return call.work
 
-    def broadcast(self, name: str, array: _T, root: int = 0) -> Work[_T]:
+    def grouped_all_gather(self, names: Sequence[str], arrays: Sequence[_T]) -> list[Work[_T]]:
+        """Concatenate the arrays of each name: of all names, or of none if something does not fit.
+
+        Parameters
+        ----------
+        names : sequence of str
+            One name for each array; the same sequence on all ranks.
+        arrays : sequence of array
+            As for `all_gather`; all of them in device memory, or all in CPU memory.
+
+        Returns
+        -------
+        list of Work
+            One work for each array.
+        """
+        names, arrays = _as_many(names, arrays)
+        submitter = self._current_submitter()
+        call = AllGather(names, arrays, submitter.device)
+        submitter.bring(call)
+        return [part.work for part in call.parts]
+
+    def broadcast(self, name: str | None, array: _T, root: int = 0) -> Work[_T]:
         """Receive the root's array, in place.
 
         Parameters
@@ -148,21 +193,33 @@ class Operations:
         Work
             Its result is the array.
         """
+        if name is None:
+            return self._bring_unnamed(self.broadcast, array, root)
         submitter = self._current_submitter()
         call = Broadcast(name, array, root, submitter.device, submitter.member.rank, submitter.member.size)
         submitter.bring(call)
         return call.work
 
-    def reduce_scatter(self, name: str, array: _T, op: OpLike = SUM) -> Work[_T]:
+    def reduce_scatter(
+        self,
+        name: str | None,
+        array: _T,
+        op: OpLike = SUM,
+        *,
+        prescale: float | None = None,
+        postscale: float | None = None,
+    ) -> Work[_T]:
         """Reduce an array over all ranks; each rank gets some rows of the result.
 
         Parameters
         ----------
-        name : str
+        name : str or None
             As for `all_reduce`.
         array : array
             Of numpy, torch or CuPy. Its rows are divided evenly; the first ranks get one more if they do not divide.
         op : ReduceOp or str
+            As for `all_reduce`.
+        prescale, postscale : float, optional
             As for `all_reduce`.
 
         Returns
@@ -170,21 +227,58 @@ class Operations:
         Work
             Its result is a new array, this rank's rows.
         """
+        if name is None:
+            return self._bring_unnamed(self.reduce_scatter, array, op, prescale=prescale, postscale=postscale)
+        return self.grouped_reduce_scatter((name,), (array,), op, prescale=prescale, postscale=postscale)[0]
+
+    def grouped_reduce_scatter(
+        self,
+        names: Sequence[str],
+        arrays: Sequence[_T],
+        op: OpLike = SUM,
+        *,
+        prescale: float | None = None,
+        postscale: float | None = None,
+    ) -> list[Work[_T]]:
+        """Reduce arrays and get some rows of each result: of all arrays, or of none if something does not fit.
+
+        Parameters
+        ----------
+        names : sequence of str
+            One name for each array; the same sequence on all ranks.
+        arrays : sequence of array
+            As for `reduce_scatter`; all of them in device memory, or all in CPU memory.
+        op : ReduceOp or str
+            The operator of all arrays.
+        prescale, postscale : float, optional
+            As for `all_reduce`, of all arrays.
+
+        Returns
+        -------
+        list of Work
+            One work for each array.
+        """
+        names, arrays = _as_many(names, arrays)
         submitter = self._current_submitter()
-        call = ReduceScatter(name, array, op, submitter.device, submitter.member.rank, submitter.member.size)
+        rank, size = submitter.member.rank, submitter.member.size
+        call = ReduceScatter(names, arrays, op, submitter.device, rank, size, prescale, postscale)
         submitter.bring(call)
-        return call.work
+        return [part.work for part in call.parts]
 
     @overload
-    def all_to_all(self, name: str, array: _T, send_counts: None = None) -> Work[_T]: ...
+    def all_to_all(self, name: str | None, array: _T, send_counts: None = None) -> Work[_T]: ...
     @overload
-    def all_to_all(self, name: str, array: _T, send_counts: Sequence[int]) -> Work[tuple[_T, tuple[int, ...]]]: ...
-    def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work[BufferLike]:
+    def all_to_all(
+        self, name: str | None, array: _T, send_counts: Sequence[int]
+    ) -> Work[tuple[_T, tuple[int, ...]]]: ...
+    def all_to_all(
+        self, name: str | None, array: BufferLike, send_counts: Sequence[int] | None = None
+    ) -> Work[BufferLike]:
         """Send rows to every rank, and receive the rows that all ranks bring for this one.
 
         Parameters
         ----------
-        name : str
+        name : str or None
             As for `all_reduce`.
         array : array
             Of numpy, torch or CuPy: the rows for rank 0, for rank 1, and so on.
@@ -197,17 +291,19 @@ class Operations:
             Its result is a new array: the received rows in the order of the sending ranks. With `send_counts` it is
             ``(array, recv_counts)``, where ``recv_counts`` has the number of rows from each rank.
         """
+        if name is None:
+            return self._bring_unnamed(self.all_to_all, array, send_counts)
         submitter = self._current_submitter()
         call = AllToAll(name, array, send_counts, submitter.device, submitter.member.rank, submitter.member.size)
         submitter.bring(call)
         return call.work
 
-    def barrier(self, name: str) -> Work[None]:
+    def barrier(self, name: str | None = None) -> Work[None]:
         """Wait for all ranks: the work is done when all have brought it.
 
         Parameters
         ----------
-        name : str
+        name : str or None
             As for `all_reduce`.
 
         Returns
@@ -215,17 +311,21 @@ class Operations:
         Work
             Its result is None.
         """
+        if name is None:
+            return self._bring_unnamed(self.barrier)
         submitter = self._current_submitter()
         call = Barrier(name, submitter.device)
         submitter.bring(call)
         return call.work
 
-    def all_reduce_sparse(self, name: str, indices: _Indices, values: _Values) -> Work[tuple[_Indices, _Values]]:
+    def all_reduce_sparse(
+        self, name: str | None, indices: _Indices, values: _Values
+    ) -> Work[tuple[_Indices, _Values]]:
         """Sum a sparse array over all ranks; each rank brings some entries.
 
         Parameters
         ----------
-        name : str
+        name : str or None
             As for `all_reduce`.
         indices, values : array
             As for `ProcessGroup.all_reduce_sparse`.
@@ -235,7 +335,17 @@ class Operations:
         Work
             Its result is ``(indices, values)``: each index once, in order, and its sum.
         """
+        if name is None:
+            return self._bring_unnamed(self.all_reduce_sparse, indices, values)
         submitter = self._current_submitter()
         call = AllReduceSparse(name, indices, values, submitter.device, submitter.member.size)
         submitter.bring(call)
         return call.work
+
+
+def _as_many(names: Sequence[str], arrays: Sequence[_T]) -> tuple[tuple[str, ...], tuple[_T, ...]]:
+    """Return names and arrays that are brought together; raise unless there are as many of both, at least one."""
+    names, arrays = tuple(names), tuple(arrays)
+    if not names or len(names) != len(arrays):
+        raise ValueError(f"names, arrays: expected as many of both, at least one, got {len(names)} and {len(arrays)}")
+    return names, arrays

@@ -32,7 +32,7 @@ cdef class Call(Awaited):
     own : bytes
         This rank's own data, which all ranks receive.
     signatures : tuple of Signature
-        The signatures of an operation that was begun by `begin`.
+        The signatures of operations that were begun by `begin` or `begin_all`.
     joinable : bool
         Whether the operation is defined without ranks that have joined.
     """
@@ -52,9 +52,13 @@ cdef class Call(Awaited):
 
     def begin(self, TensorEntry part not None, signature):
         """Make this an operation of one array."""
-        self.names, self.key = (part.name,), key_of((part.name,))
-        self.parts, self.signatures = [part], (signature,)
-        self.fixed = pack_all(self.signatures)
+        self.begin_all([part], (signature,))
+
+    def begin_all(self, list parts not None, tuple signatures not None):
+        """Make this an operation on each of several arrays."""
+        self.names = tuple([part.name for part in parts])
+        self.key, self.fixed = key_of(self.names), pack_all(signatures)
+        self.parts, self.signatures = parts, signatures
 
     def fail(self, error):
         """End all its works with an error."""
@@ -108,7 +112,8 @@ cdef class AllReduce(Call):
         postscale=None
     ):
         if isinstance(names, tuple):
-            self._fill(tuple([as_name(name) for name in names]), arrays, op, device, size, remembered, None, None)
+            names = tuple([as_name(name) for name in names])
+            self._fill(names, arrays, op, device, size, remembered, prescale, postscale)
         else:
             self._fill(as_name(names), arrays, op, device, size, remembered, prescale, postscale)
 

@@ -13,7 +13,7 @@ from ncclpy.types import DataType, ReduceOp, as_op
 if TYPE_CHECKING:
     from ncclpy.coordinator.buffers import TensorEntry
 
-__all__ = ["pack_reductions", "reduction", "signature_of"]
+__all__ = ["pack_reductions", "reduction", "reduction_of", "signature_of"]
 
 _NO_FACTOR = 1.0
 
@@ -34,15 +34,16 @@ def _scale(value: Any, argument: str) -> float | None:
 
 def pack_reductions(parts: Sequence[TensorEntry], op: Any, size: int, prescale: Any, postscale: Any) -> bytes:
     """Return the signatures of all-reduces as bytes; raise where something does not fit."""
-    op, prescale, postscale = op, _scale(prescale, "prescale"), _scale(postscale, "postscale")
-    signatures = []
-    for part in parts:
-        code = part.op_code(op, size)
-        signature = signature_of(Kind.ALL_REDUCE, part, part.shape, op=code, prescale=prescale, postscale=postscale)
-        if prescale is not None or postscale is not None:
-            _check_scales(signature, as_op(op), size)
-        signatures.append(signature)
-    return pack_all(signatures)
+    return pack_all([reduction_of(Kind.ALL_REDUCE, part, op, size, prescale, postscale) for part in parts])
+
+
+def reduction_of(kind: Kind, part: TensorEntry, op: Any, size: int, prescale: Any, postscale: Any) -> Signature:
+    """Return the signature of the reduction of an array; raise where something does not fit."""
+    before, after = _scale(prescale, "prescale"), _scale(postscale, "postscale")
+    signature = signature_of(kind, part, part.shape, op=part.op_code(op, size), prescale=before, postscale=after)
+    if before is not None or after is not None:
+        _check_scales(signature, as_op(op), size)
+    return signature
 
 
 def _check_scales(signature: Signature, op: int, size: int) -> None:

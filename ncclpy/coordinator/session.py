@@ -18,7 +18,7 @@ from ncclpy.coordinator.backends import DataBackend
 from ncclpy.coordinator.buffers import is_as_on_gpus
 from ncclpy.coordinator.control import SETS, AlreadyAsked, ranks_of_set
 from ncclpy.coordinator.data_plane import aside
-from ncclpy.coordinator.keys import BEGINNING, LEAVING, key_of, names_of, shown
+from ncclpy.coordinator.keys import BEGINNING, LEAVING, SET_END, key_of, names_of, shown
 from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, SubmitGate, Submitter
 from ncclpy.coordinator.plan import Pending, Ready
 from ncclpy.coordinator.signature import as_error, unpack_all
@@ -148,6 +148,8 @@ class Session:
         self._joined: _Wait[int] | None = None
         self._defining: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
         self._defined: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
+        self._closing_sets: dict[int, _Wait[bool]] = {}  # the ends of process sets for which threads wait, by number
+        self._ended_sets: dict[int, ProcessSetWorker] = {}  # sets that have ended and are not released yet
         self._began: _Wait[tuple[bytes, ...]] = _Wait()
         self._leaving: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
@@ -158,6 +160,7 @@ class Session:
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = SubmitGate()
+        self._gate.timeline = timeline
         self._members = {0: self._member(0, tuple(range(self.size)), backend)}
         self._reader = threading.Thread(target=self._read, name="ncclpy-coordinator", daemon=True)
         self._reader.start()
@@ -181,7 +184,14 @@ class Session:
 
     def submitter(self, member: ProcessSetWorker) -> Submitter:
         """Return a submitter, by which operations are brought to a process set."""
-        return Submitter(self, member, self._gate, self._control, self._counts, self._timeline)
+        return Submitter(self, member, self._gate, self._control, self._counts)
+
+    def set_timeline(self, timeline: Timeline | None) -> None:
+        """Record what is brought from now on in another timeline, or in none."""
+        with self._lock:  # `_group` adds members under it
+            self._timeline = self._gate.timeline = timeline
+            for member in self._members.values():
+                member.on_launch = None if timeline is None else timeline.launched
 
     @property
     def pending(self) -> int:
@@ -323,6 +333,37 @@ class Session:
                 del self._defined[members]
         return waiting.result()
 
+    def close_set(self, member: ProcessSetWorker, timeout: float | None) -> None:
+        """End a process set, once all of its members have asked for that and its operations are done."""
+        number = member.number
+        with self._lock:
+            waiting = self._closing_sets.get(number)  # of an earlier call, which a deadline or a signal has ended
+            if waiting is None:
+                if member.closing:  # it has ended
+                    return
+                self.check()
+                member.closing = True  # first: another thread may bring an operation
+                if len(member.pending):
+                    member.closing = False
+                    waits = shown([name for key in member.pending.keys() for name in names_of(key)])
+                    raise ValueError(f"{member.label}: operations of this rank wait for other ranks: {waits}")
+                waiting = self._closing_sets[number] = _Wait()
+        self._ask_once(waiting, self._control.bring, number, SET_END, b"", b"", False)
+        if not self._wait(waiting, timeout):
+            missing = [rank for rank in member.ranks if rank not in set(self._control.have(number, SET_END))]
+            error = NcclTimeout(
+                f"{member.label}: {ranks(spans(missing))} did not close it within {seconds(timeout or 0.0)}, as far "
+                f"as rank {self.rank} knows"
+            )
+            error.missing = missing
+            raise error
+        waiting.result()
+        with self._lock:
+            self._closing_sets.pop(number, None)
+            ended = self._ended_sets.pop(number, None)
+        if ended is not None:
+            ended.close(_DRAIN_TIMEOUT if timeout is None else timeout)
+
     def leave(self, timeout: float) -> bool:
         """Wait until all ranks leave, or the session has ended; the others' operations continue meanwhile.
 
@@ -408,12 +449,16 @@ class Session:
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
-                if number == 0 and key in _OWN_KEYS:
+                if key in (BEGINNING, LEAVING):
                     (self._began if key == BEGINNING else self._leaving).tell(tuple(owns))
                     launch_nothing.add(number)
                     continue
                 member = self._members.get(number)
-                if member is not None:
+                if key == SET_END:
+                    self._run(ready)
+                    launch_nothing.add(number)
+                    self._set_ended(number)
+                elif member is not None:
                     gone = tuple(rank for rank in absent if rank in member.ranks) if absent else ()
                     each = member.pending.ready(key, fixed, owns, gone)
                     if each.call is None and self.rank not in gone and self.error is None:
@@ -430,8 +475,8 @@ class Session:
 
     def _run(self, ready: dict[int, list[Ready]]) -> None:
         for number, operations in ready.items():
-            if self._timeline is not None:
-                self._timeline.negotiated([each.call for each in operations if each.call is not None])
+            if (timeline := self._timeline) is not None:  # the user's thread may set another one
+                timeline.negotiated([each.call for each in operations if each.call is not None])
             self._members[number].run(operations, self._control.launched)
         ready.clear()
 
@@ -448,9 +493,24 @@ class Session:
         if member.number == 0 and key == LEAVING:  # the waiting thread then ends the coordinator itself
             self._leaving.is_all = False
             self._leaving.tell(())
+        if key == SET_END:
+            with self._lock:
+                waiting = self._closing_sets.pop(member.number, None)
+                member.closing = False
+            if waiting is not None:
+                waiting.fail(error)
         call = member.pending.take(key)
         if call is not None:
             call.fail(error)
+
+    def _set_ended(self, number: int) -> None:
+        """Let the thread that waits for the end of a process set release the set."""
+        with self._lock:
+            member, waiting = self._members.pop(number, None), self._closing_sets.get(number)
+            if member is not None:
+                self._ended_sets[number] = member
+        if waiting is not None:
+            waiting.tell(True)
 
     def _fail_set(self, key: bytes, error_of: Callable[[bytes], NcclError]) -> None:
         """Fail the wait for a process set, if this rank has asked for it; `error_of` gets a key that names the set."""
@@ -496,7 +556,7 @@ class Session:
         if number == SETS:
             what, key, near = "process_set", key_of([str(ranks_of_set(key, self.size))]), ()
         else:
-            what = "operation" if number == 0 and key in _OWN_KEYS else _what(fixed)
+            what = "operation" if key in _OWN_KEYS else _what(fixed)
             where += f", process set {number}" if number else ""
         # In another thread: a logger's handlers are the user's code, and finding similar names takes time.
         aside(partial(_warn, where, what, key, have, missing, waited, near))
@@ -519,7 +579,8 @@ class Session:
             self._defined[members] = waiting
         try:
             part = self.backend.part(f"{self.backend.name}/set {number}", members)
-            made = self._members[number] = self._member(number, members, part)
+            with self._lock:  # `set_timeline` reads the members
+                made = self._members[number] = self._member(number, members, part)
         except BaseException as error:
             waiting.fail(error)
             self.fail_all_ranks(error)
@@ -571,7 +632,9 @@ class Session:
 
     def _release(self) -> None:
         limit = self._options.timeout if self._options.timeout is not None else _DRAIN_TIMEOUT
-        for member in reversed(list(self._members.values())):
+        with self._lock:  # a set's thread may have stopped waiting before it has released the set
+            members, self._ended_sets = [*self._members.values(), *self._ended_sets.values()], {}
+        for member in reversed(members):
             try:
                 member.close(limit)
             except Exception as error:
@@ -585,7 +648,7 @@ class Session:
 
 
 #: The keys of the session's own operations.
-_OWN_KEYS = (BEGINNING, LEAVING)
+_OWN_KEYS = (BEGINNING, LEAVING, SET_END)
 
 _HANDLERS: dict[str, Callable[..., None]] = {
     "mismatch": Session._mismatch,

@@ -42,6 +42,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._negotiated: dict[int, float] = {}
         self._fused: set[int] = set()
+        self._watched: set[int] = set()
         self._thread = threading.Thread(target=self._write, name="ncclpy-timeline", daemon=True)
         self._thread.start()
 
@@ -49,9 +50,16 @@ class Timeline:
 
     def watch(self, parts: Sequence[Any]) -> None:
         """Watch arrays that this rank brings; their works call `done`."""
+        with self._lock:
+            self._watched.update(map(id, parts))
         for part in parts:
             part.time_it()
             part.work.add_done_callback(_Done(self, part))
+
+    def forget(self, parts: Sequence[Any]) -> None:
+        """Forget arrays whose operation could not be brought."""
+        with self._lock:
+            self._watched.difference_update(map(id, parts))
 
     def negotiated(self, calls: Sequence[Any]) -> None:
         """Note that all ranks have brought these calls."""
@@ -59,13 +67,14 @@ class Timeline:
         with self._lock:
             for call in calls:
                 for part in call.parts:
-                    self._negotiated[id(part)] = moment
+                    if id(part) in self._watched:
+                        self._negotiated[id(part)] = moment
 
     def launched(self, parts: Sequence[Any], fused: bool) -> None:
         """Note that these arrays were launched together."""
         if fused:
             with self._lock:
-                self._fused.update(map(id, parts))
+                self._fused.update(self._watched.intersection(map(id, parts)))
 
     def done(self, part: Any, work: Any) -> None:
         """Write the phases of an operation."""
@@ -73,6 +82,7 @@ class Timeline:
             negotiated = self._negotiated.pop(id(part), None)
             fused = id(part) in self._fused
             self._fused.discard(id(part))
+            self._watched.discard(id(part))
             row = self._rows.setdefault(part.name, len(self._rows) + 1)
             new = len(self._rows) == row
         created, launched, completed = part.moments
@@ -124,6 +134,7 @@ class Timeline:
         """Write the remaining events, and end the array."""
         self._queue.put(None)
         self._thread.join()
+        self._gone = True  # works that end later write nothing
 
 
 class _Done:

@@ -13,6 +13,7 @@ import pytest
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
+import ncclpy
 import testing
 
 
@@ -64,6 +65,58 @@ def test_unwritable_trace_is_warned_of_once(path, caplog, monkeypatch):
     assert len(caplog.records) == 1 and not died
     assert path in caplog.text and re.search("No space left|No such file", caplog.text)
     assert path not in [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+
+
+def events_of(path):
+    events = json.loads(path.read_text())
+    return {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def test_timeline_that_is_started_and_stopped_has_what_was_brought_between(tmp_path):
+    def body(coordinator):
+        path = tmp_path / "{rank}"
+        part = coordinator.process_set([0, 1], DEADLINE)
+        coordinator.stop_timeline()  # there is none
+        coordinator.all_reduce("before", np.ones(2)).wait(DEADLINE)
+        for times in ("first", "second"):
+            coordinator.start_timeline(f"{path} {times}")
+            with pytest.raises(ValueError, match="is being written: call stop_timeline"):
+                coordinator.start_timeline(path)
+            with pytest.raises(TypeError, match="cannot take memory"):
+                coordinator.all_reduce("refused", "text")
+            for work in coordinator.grouped_all_reduce(["a", "b"], [np.ones(2), np.ones(3)]):
+                work.wait(DEADLINE)
+            part.all_reduce(f"part {times}", np.ones(2)).wait(DEADLINE)
+            coordinator.stop_timeline()
+            coordinator.all_reduce("between", np.ones(2)).wait(DEADLINE)
+        coordinator.barrier("end").wait(DEADLINE)
+
+    run_coordinators(2, body)
+    for rank in range(2):
+        assert events_of(tmp_path / f"{rank} first") == {"a", "b", "part first"}
+        assert events_of(tmp_path / f"{rank} second") == {"a", "b", "part second"}
+
+
+def test_timeline_without_a_rank_in_its_path_is_of_rank_0(tmp_path):
+    def body(coordinator):
+        coordinator.start_timeline(tmp_path / "trace")
+        with pytest.raises(ValueError, match="is being written"):
+            coordinator.start_timeline(tmp_path / "other")
+        coordinator.all_reduce("a", np.ones(2)).wait(DEADLINE)
+
+    run_coordinators(2, body)  # the coordinator's end ends the file
+    assert events_of(tmp_path / "trace") == {"a"} and os.listdir(tmp_path) == ["trace"]
+
+
+def test_timeline_of_a_closed_coordinator_is_refused(tmp_path):
+    def body(coordinator):
+        coordinator.close(DEADLINE)
+        with pytest.raises(ncclpy.NcclAborted, match="does nothing more"):
+            coordinator.start_timeline(tmp_path / "trace")
+        coordinator.stop_timeline()
+
+    run_coordinators(2, body, shut=False)
+    assert not os.listdir(tmp_path)
 
 
 def test_stats():

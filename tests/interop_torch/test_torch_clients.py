@@ -16,11 +16,18 @@ from torch_clients import CLIENTS, ON_GPUS
 import testing
 
 
-def numbers(client, backend, folder):
-    folder.mkdir()
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+def torchrun(*command, folder, restarts=0):
+    """Run a program of tests/support in two ranks; return what it has printed."""
+    options = ["--nproc-per-node", 2, "--max-restarts", restarts, "--master-port", free_port()]
     done = subprocess.run(
-        [sys.executable, *command, SUPPORT / "torch_clients.py", client, backend, folder],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *map(str, options),
+            SUPPORT / command[0],
+            *map(str, command[1:]),
+        ],
         capture_output=True,
         text=True,
         timeout=150,
@@ -28,8 +35,17 @@ def numbers(client, backend, folder):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": testing.with_support(), "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("NUMBERS "))
-    return json.loads(line.removeprefix("NUMBERS "))
+    return done.stdout
+
+
+def line_of(output, head):
+    (line,) = (line for line in output.splitlines() if line.startswith(head))
+    return line.removeprefix(head)
+
+
+def numbers(client, backend, folder):
+    folder.mkdir()
+    return json.loads(line_of(torchrun("torch_clients.py", client, backend, folder, folder=folder), "NUMBERS "))
 
 
 @pytest.mark.launchers
@@ -46,3 +62,27 @@ def test_client_computes_the_same_as_over_torchs_own_backend(extension, tmp_path
     found = numbers(client, "ncclpy", tmp_path / "ncclpy")
     assert len(found) >= 2
     assert found == numbers(client, "nccl" if ON_GPUS else "gloo", tmp_path / "own")
+
+
+@pytest.mark.launchers
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("script", ["test_ops", "test_script", "test_sync", "test_distributed_data_loop"])
+def test_accelerates_own_script_passes(extension, tmp_path, script):
+    for each in ("accelerate", "transformers"):
+        if importlib.util.find_spec(each) is None:
+            pytest.skip(f"needs {each}")
+    testing.need_processes(2)
+    torchrun("accelerate_scripts.py", script, "ncclpy", folder=tmp_path)
+
+
+@pytest.mark.launchers
+@pytest.mark.timeout(320)
+def test_training_whose_rank_is_killed_continues_from_its_checkpoint_in_new_processes(extension, tmp_path):
+    testing.need_processes(2)
+    found = {}
+    for backend in ("ncclpy", "gloo"):
+        (tmp_path / backend).mkdir()
+        output = torchrun("restarted_training.py", backend, tmp_path / backend, folder=tmp_path, restarts=1)
+        found[backend] = line_of(output, "TRAINED ").split()
+    assert found["ncclpy"][:2] == ["1", "5"]  # the second attempt, from the step that the first one did not end
+    assert found["ncclpy"] == found["gloo"]

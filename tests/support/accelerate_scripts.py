@@ -1,0 +1,32 @@
+"""Run one of Accelerate's own test scripts over a backend of torch.distributed.
+
+torchrun --nproc-per-node N accelerate_scripts.py NAME BACKEND: `NAME` is a module of `accelerate.test_utils.scripts`.
+On the CPU the group is made first, and Accelerate uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def main(name: str, backend: str) -> None:
+    if backend == "ncclpy":
+        import ncclpy.interop.torch  # noqa: F401
+    if not torch.cuda.is_available():
+        dist.init_process_group(backend)
+    else:
+        from accelerate import PartialState
+
+        PartialState(backend=backend)
+    assert dist.get_backend() == backend
+    importlib.import_module(f"accelerate.test_utils.scripts.{name}").main()
+    assert dist.get_backend() == backend
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

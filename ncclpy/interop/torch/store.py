@@ -22,7 +22,7 @@ from ncclpy.interop.torch.shutdown import StoreShutdown, connection_to
 
 T = TypeVar("T")
 
-# Torch's server closes the connection, without an error, for what is larger.
+# Limits of torch's server in bytes: for a larger key or value it closes the connection, without an error.
 _MAX_KEY = 8 << 10
 _MAX_VALUE = 8 << 20
 # Keys for locks, which users do not see.
@@ -30,7 +30,7 @@ _LOCKS = "\0ncclpy/lock/"
 # Prefix of keys that are kept in hexadecimal: torch cannot take a lone surrogate, which has no UTF-8.
 _ESCAPED = "\0ncclpy/hex/"
 # Prefix of keys that list the keys of a folder, one a line, for releases of torch that cannot list keys (before 2.10).
-_MADE = "\0ncclpy/made/"
+_LISTINGS = "\0ncclpy/made/"
 #: Seconds that the process's exit waits for calls to return.
 _EXIT_PATIENCE = 5.0
 #: Seconds that a wait sleeps between two reads: at first, and at most.
@@ -55,7 +55,7 @@ class _CallsAtExit:
         self.beats: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self) -> None:
-        """Begin a call; during exit, end a daemon thread instead."""
+        """Begin a call; during exit, end the calling thread instead if it is a daemon thread."""
         with self._lock:
             if self._is_exiting and threading.current_thread().daemon:
                 raise SystemExit
@@ -114,7 +114,7 @@ def connect(address: str | None, port: int | None, timeout: float) -> Store:
     return TorchStore(torch_store, timeout)
 
 
-def _first_words(error: BaseException) -> str:
+def _without_frames(error: BaseException) -> str:
     """Return the text of an error of torch, without the C++ frames that follow it."""
     return str(error).split("\nException raised from ", 1)[0].split("\nframe #", 1)[0].strip()
 
@@ -133,7 +133,7 @@ class TorchStore(Store):
     timeout
         Seconds that an operation may take by default; None means the store's own timeout.
     shutdown
-        The shutdown of the store's world; once it has ended, no call is made.
+        The shutdown of the store's world; after its end, calls of this store raise `StoreEnded`.
     """
 
     def __init__(self, torch_store: Any, timeout: float | None = None, shutdown: StoreShutdown | None = None) -> None:
@@ -183,9 +183,9 @@ class TorchStore(Store):
         try:
             yield
         except DistNetworkError as error:
-            raise StoreLost(f"{self}: {_first_words(error)}") from None
+            raise StoreLost(f"{self}: {_without_frames(error)}") from None
         except (RuntimeError, ValueError) as error:
-            raise StoreError(f"{self}: {_first_words(error)}") from None
+            raise StoreError(f"{self}: {_without_frames(error)}") from None
 
     def _name(self, key: str) -> str:
         try:
@@ -375,7 +375,7 @@ class TorchStore(Store):
         """If torch cannot list keys, add a key to the list of its folder before the key is set, or remove it."""
         if self._can_list:
             return
-        listing, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
+        listing, line = self._name(_LISTINGS + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
         with self._key_lock(listing, deadline):
             found = self._read(listing) or b""
             if exists and line not in found:
@@ -389,7 +389,7 @@ class TorchStore(Store):
         """Return the recorded keys of a folder that exist."""
         if not prefix.endswith("/"):
             raise StoreError(f"{self}: this release of torch cannot list keys, except those in a folder, 'name/'")
-        lines = (self._read(self._name(_MADE + prefix[:-1])) or b"").decode().split()
+        lines = (self._read(self._name(_LISTINGS + prefix[:-1])) or b"").decode().split()
         names = [bytes.fromhex(line).decode() for line in dict.fromkeys(lines)]
         return [name for name in names if self._ask(self._torch_store.check, [name])]
 
@@ -424,4 +424,4 @@ class TorchStore(Store):
         return self._ask(begin)
 
     def _close(self) -> None:
-        """Leave torch's store as it is; a thread that waits in this one raises at its next call of torch's store."""
+        """Leave torch's store as it is; a thread that waits in this store raises at its next call of torch's."""

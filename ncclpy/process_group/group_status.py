@@ -54,10 +54,10 @@ _WRITE_TIMEOUT = 1.0
 #: news for all.
 _WATCHING_RANKS = 2
 
-#: By the state of a rank that can no longer take part: the words for it, and how many checks in a row, a third of a
-#: second apart, have to find that state. One check is not enough: a rank that is just making its group has no lease
-#: for an instant. The checks are for the case that the ranks that watch the leases have ended too. Otherwise these
-#: report the end of a lease to all ranks, and the group ends if something waits in it.
+#: By the state of a rank that can no longer take part: the words for it, and in how many checks in a row, a third
+#: of a second apart, the rank must have that state. One check is not enough: a rank that is just making its group has
+#: no lease for an instant. The checks are for the case that the ranks that watch the leases have ended too. If the
+#: watching ranks are alive, they report the end of a lease to all ranks, and the group ends if something waits in it.
 _LOST_STATES = {
     "closed": ("closed the group", 2),
     "ended": ("process ended", 5),
@@ -73,7 +73,7 @@ def _check_of(packed: bytes) -> tuple[str, str]:
     """Return how a rank compares collectives, and the rank's words for that in an error."""
     check, words = json.loads(packed)
     if not isinstance(check, str) or not isinstance(words, str):
-        raise TypeError("these are no texts")
+        raise TypeError("check and words must be strings")
     return check, words
 
 
@@ -98,7 +98,8 @@ class GroupStatus(StatusService):
     look
         Returns this rank's status, see `Reports`.
     place
-        A prefix of keys in the store for this one group; by default the prefix of all groups of this name.
+        A prefix of keys in the store for this one group; by default, one that `Numbering` makes from the group's name
+        and number.
 
     Attributes
     ----------
@@ -120,7 +121,7 @@ class GroupStatus(StatusService):
         self.before: Callable[[int], str] = _nothing_known
         self._parent: tuple[GroupStatus, Sequence[int]] | None = None
         self._numbering: Numbering | None = None
-        self.number = 1  # fixed, so that a rank that enters a place again after a failure finds the others
+        self.number = 1  # fixed at a `place`: a rank that makes the group there again after a failure finds the others
         part: Store = GroupStore(f"{place}/1", store)
         if place is None:
             self._numbering = _numbering_of(store, name, rank, size)
@@ -212,7 +213,7 @@ class GroupStatus(StatusService):
         wanted: Callable[[], bool],
         read: Callable[[Any], object] = _unchecked,
     ) -> list[Any]:
-        """Return what all ranks of the group bring to a rendezvous, by rank; `value`, of JSON's types, is this rank's.
+        """Return by rank what all ranks of the group bring to a rendezvous. This rank brings `value`, of JSON's types.
 
         `read` is called with what a rank has brought; it returns the value, and raises if the value is malformed.
         """
@@ -231,18 +232,18 @@ class GroupStatus(StatusService):
         return self.rendezvous.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
-        """Raise ValueError unless all ranks so far compare collectives alike: else they would wait for each other."""
+        """Raise ValueError unless all ranks so far have the same `check`: with different ones, they would hang."""
         own_words = f"rank {self.rank} of {self.size} has {check!r}"
         first = self.store.compare_set(_CHECK_KEY, None, json.dumps([check, own_words]).encode())[1]
         first_check, first_words = decode(_check_of, first or b"[]", self.store, _CHECK_KEY)
         if first_check != check:
             raise ValueError(
-                f"check: all ranks of process group {self.name!r} give the same; {own_words}, {first_words}"
+                f"check: all ranks of process group {self.name!r} must give the same; {own_words}, {first_words}"
             )
 
     @staticmethod
     def refuse(store: Store, place: str, meeting: str, why: str) -> None:
-        """Tell the ranks at a rendezvous, in a place of a store for one group, that this rank does not take part."""
+        """Tell the ranks at a rendezvous of the group at `place` of the store that this rank does not take part."""
         with contextlib.suppress(StoreError, NcclTimeout):
             refuse(PrefixStore(f"{place}/1", store), meeting, why)
 

@@ -1,9 +1,10 @@
 """Messages between two ranks of a group that compares calls.
 
-Two ranks exchange their notes both ways through shared memory, or both ways through the store. To choose, each rank
-writes into the store where its memory is, opens the peer's memory, and writes whether it could; both ranks read both
-answers. The groups' threads that check messages make this choice when the two ranks first have a message. Messages
-that are begun meanwhile wait for the outcome; the threads that begin them do not.
+Two ranks exchange notes, each of which describes one message (kind, data type, count, tag), both ways through shared
+memory, or both ways through the store. To choose, each rank writes into the store where its memory is, opens the
+peer's memory, and writes whether it could; both ranks read both answers. The groups' threads that check messages make
+this choice when the two ranks first have a message. Messages that are begun meanwhile wait for the outcome; the
+threads that begin them do not.
 
 Each message is identified by its channel and its number in the channel. Two ranks have these channels: one for
 messages of blocks from the lower rank to the higher one, one for messages of blocks from the higher to the lower, and
@@ -11,9 +12,10 @@ one for each communicator that the pair has had (after a disconnect the pair get
 
 A call that begins a message must not wait: all ranks of a ring may receive first and send after that. So each of the
 two ranks tells the other what it brings, by channel and number, and returns. The rank that finds its peer's message
-already there launches at once, in its own call; on the rank that began first, a thread of the group launches the
-message, in order. Messages of a block use the communicator of all ranks. NCCL matches the sends and receives of two
-ranks on it in their order, so operations that are begun later on that communicator are held back too.
+already there launches at once, in its own call. On the rank that began first, messages are launched in order: by the
+thread that waits for the message if the match arrives soon, otherwise by a thread of the group. Messages of a block
+use the communicator of all ranks. NCCL matches the sends and receives of two ranks on it in their order, so operations
+that are begun later on that communicator are held back too.
 """
 
 import functools
@@ -172,13 +174,13 @@ _IDLE_TIME = 0.2
 #: Seconds that a thread waiting for a message polls for its match; after that only the group's thread looks for it.
 cdef double _POLL = 60e-6
 
-#: The thread is not woken for requests whose limit is at least this many seconds: their timeouts are noticed up to half
-#: a second late (`_WANTED_CHECK_INTERVAL`).
+#: A limit of at least this many seconds is no reason to wake the group's thread when a request is held back: the
+#: request's timeout is noticed up to half a second late (`_WANTED_CHECK_INTERVAL`).
 cdef double _UNHURRIED_LIMIT = 10.0
 
 
 cdef class _Unmatched(Awaited):
-    """The matching message that the work of a message waits for."""
+    """What the work of a held message waits for: the peer's matching message."""
 
     cdef int peer
     cdef PendingMessages pending_messages
@@ -343,7 +345,7 @@ cdef class PendingMessages:
                 rings.wait(seen, left)
 
     def _tell(self, Lifecycle group, RingSet rings not None):
-        """Tell peers the messages of this rank that they have not been told; return whether anything changed."""
+        """Tell peers those messages of this rank that they do not know yet; return whether anything changed."""
         cdef PeerRoute route
         cdef int state
         cdef bint moved = False
@@ -548,7 +550,7 @@ cdef int serve_held(Lifecycle group) except -1:
 cdef int _end_all_uncompared(Lifecycle group, PendingMessages pending_messages, failure) except -1:
     """Fail all held requests.
 
-    Peers that were told of their messages may launch the matching ones, which NCCL would then match with later
+    Peers that were told of the held messages may launch the matching ones, which NCCL would then match with later
     messages of this rank.
     """
     cdef Connection one
@@ -618,9 +620,9 @@ cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     cdef CollectiveCheck collective_check = group.collective_check
     cdef bint is_disagreement = error is collective_check.found
     # The group ends even with on_error="report" if a rank has called NCCL: its operation would stay on the device for
-    # good.
+    # good. A disagreement needs no words from the inquiry: its text already says what all ranks bring.
     if group.on_error != "report" or (is_disagreement and collective_check.ends):
-        group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_disagreement)  # its text says what all bring
+        group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_disagreement)
         return 0
     group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), in_words=not is_disagreement)
     if not is_disagreement:

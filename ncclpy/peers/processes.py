@@ -38,12 +38,13 @@ class PeerProcesses:
     own
         The ranks of this process.
     gone
-        Called with a rank and a text that says so when the rank's process has ended; in a thread that must not block.
+        Called when a rank's process has ended, with the rank and a text that says so; in a thread that must not block.
 
     Attributes
     ----------
     here
-        The ranks of this machine that have published their process, as of the last look.
+        The ranks of this process, and other ranks of this machine that have published their process, as of the last
+        look.
     """
 
     def __init__(self, store: Store, own: Sequence[int], gone: Callable[[int, str], object]) -> None:
@@ -134,7 +135,7 @@ class _Watcher:
                     try:
                         on_end()
                     except Exception:  # the ends of other processes must still be reported
-                        _log.exception("telling of the end of a process failed")
+                        _log.exception("reporting the end of a process failed")
 
 
 _lock = threading.Lock()
@@ -142,7 +143,7 @@ _watcher: _Watcher | None = None
 
 
 def tell_of_end(pid: int, is_same_process: Callable[[], bool], on_end: Callable[[], object]) -> Callable[[], object]:
-    """Have `on_end` called when a process has ended, in a thread that must not be held up; call it now if it has.
+    """Call `on_end` when a process ends, in a thread that must not be held up, or at once if the process has ended.
 
     Parameters
     ----------
@@ -151,7 +152,7 @@ def tell_of_end(pid: int, is_same_process: Callable[[], bool], on_end: Callable[
     is_same_process
         Called once the pidfd is open; returns whether the pid is still that of the process: it may have been reused.
     on_end
-        Called once.
+        Called at most once: never if the watch is ended before the process, or if the system has no pidfd for it.
 
     Returns
     -------

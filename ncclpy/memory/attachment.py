@@ -28,16 +28,17 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hoo
     """Have a framework allocate memory that is registered on each communicator of its device.
 
     Nothing is compiled, except for `hooks`. CuPy and rmm allocate such memory from now on, until `Attachment.close`.
-    Torch cannot replace an allocator that is in use: only what is allocated in `Attachment.use`, or with
-    ``torch.cuda.use_mem_pool`` in `Attachment.resource`, is such memory, even if torch uses expandable segments; its
-    default pool is unchanged. For cuda.core, `Attachment.resource` is a ``MemoryResource``, which the program passes
-    to the functions that allocate.
+    Torch cannot replace an allocator that is in use, so its default pool is unchanged: torch allocates such memory
+    only in `Attachment.use`, or in ``torch.cuda.use_mem_pool`` with `Attachment.resource`. Both also work if torch
+    uses expandable segments. For cuda.core, `Attachment.resource` is a ``MemoryResource``, which the program passes to
+    the functions that allocate.
 
     Parameters
     ----------
     framework : {"torch", "cupy", "rmm", "cuda.core"} or cuda.core.MemoryResource
-        The framework. With a ``MemoryResource``, what is allocated through `Attachment.resource` comes from it, and is
-        registered until it is freed; NCCL may refuse memory that it cannot use directly, such as that of CUDA's pools.
+        The framework. Memory that is allocated through the `Attachment.resource` of a ``MemoryResource`` comes from
+        this ``MemoryResource``, and is registered until it is freed; NCCL may refuse memory that it cannot use
+        directly, such as memory of CUDA's pools.
     hooks : bool, optional
         For torch: have the segments of all its pools registered, present and future, through the allocator's own
         hooks. A small library is built for that, once for each installation.

@@ -65,7 +65,7 @@ class _Names(NamedTuple):
     local_size: str
 
     @property
-    def numbers(self) -> tuple[str, ...]:
+    def variables(self) -> tuple[str, ...]:
         return self[1:]
 
 
@@ -135,7 +135,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
     if names is _TORCHRUN and others and "TORCHELASTIC_RUN_ID" not in env:
         # Set by hand, or left over in a shell: each process of mpirun would then have the same rank.
         return _agreed(others[0], env)
-    if names is _MPICH and _SLURM in others and not _set(names.numbers[2:], env):
+    if names is _MPICH and _SLURM in others and not _set(names.variables[2:], env):
         return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 sets PMI's variables, but not the local ones
     if names is _OPENMPI and _MPICH in others:
         return _agreed(names, env, _MPICH)
@@ -145,8 +145,8 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
 def _is_there(names: _Names, env: Mapping[str, str]) -> bool:
     if names is _SLURM:
         # The shell of an allocation also has the other variables, but srun has not started that many processes in it.
-        return "SLURM_STEP_ID" in env and bool(_set(names.numbers, env))
-    return bool(_set(names.numbers, env))
+        return "SLURM_STEP_ID" in env and bool(_set(names.variables, env))
+    return bool(_set(names.variables, env))
 
 
 def _set(names: tuple[str, ...], env: Mapping[str, str]) -> list[str]:
@@ -165,11 +165,11 @@ def _no_launcher_text(env: Mapping[str, str]) -> str:
 
 def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) -> _Names:
     """Return `names`; raise if a variable of the `other` launcher is set and contradicts them."""
-    numbers = dict(zip(names.numbers, _numbers(names, env), strict=True))
-    theirs = {name: _number(name, env) for name in _set(other.numbers, env)}
+    numbers = dict(zip(names.variables, _numbers(names, env), strict=True))
+    theirs = {name: _number(name, env) for name in _set(other.variables, env)}
     apart = [
         (mine, their)
-        for mine, their in zip(names.numbers, other.numbers, strict=True)
+        for mine, their in zip(names.variables, other.variables, strict=True)
         if their in theirs and theirs[their] != numbers[mine]
     ]
     if apart:
@@ -187,15 +187,15 @@ def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int | Non
 
     The local numbers are None if something else than torchrun has set torchrun's variables and left these out.
     """
-    there = _set(names.numbers, env)
-    needed = names.numbers[:2] if names is _TORCHRUN else names.numbers
+    there = _set(names.variables, env)
+    needed = names.variables[:2] if names is _TORCHRUN else names.variables
     missing = [name for name in needed if name not in env]
     if missing:
         raise ValueError(
             f"the environment of {names.launcher} is half-set: {_shown(there, env) or 'nothing'} but no "
             f"{', '.join(missing)}"
         )
-    rank, size = (_number(name, env) for name in names.numbers[:2])
+    rank, size = (_number(name, env) for name in names.variables[:2])
     local_rank = _number(names.local_rank, env) if names.local_rank in env else None
     local_size = None
     if names.local_size in env:

@@ -45,8 +45,8 @@ void* run(void* argument) {
   ConnectionThread& it = *static_cast<ConnectionThread*>(argument);
   std::vector<epoll_event> events(256);
   std::vector<std::shared_ptr<Client>> all, ready;
-  double next_tick = 0;
-  double due = now();  // when the clients should be ticked next
+  double next_tick = 0;         // 0: at once
+  double planned_tick = now();  // the last `next_tick` that was not 0; a tick's delay counts from it
   while (true) {
     const int count =
         epoll_wait(it.epoll.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(next_tick));
@@ -71,13 +71,13 @@ void* run(void* argument) {
         if (at != it.clients.end()) ready.push_back(at->second);
       }
       if (time >= next_tick) {
-        seconds_late = std::max(0.0, time - due);
+        seconds_late = std::max(0.0, time - planned_tick);
         next_tick = time + 10;
         for (auto& [pointer, client] : it.clients) {
           all.push_back(client);
           next_tick = std::min(next_tick, time + client->tick_interval());
         }
-        due = next_tick;
+        planned_tick = next_tick;
       }
     }
     for (auto& client : ready) client->read_pending();
@@ -131,14 +131,14 @@ void remove(Client* client) {
   it.clients.erase(at);
   const uint64_t one = 1;
   if (it.clients.empty() && write(it.news.get(), &one, sizeof one) < 0) {
-    // It is awake.
+    // The counter of `news` is full: the thread is about to wake.
   }
 }
 
 void update_tick_interval() {
   const uint64_t one = 1;
   if (write(connection_thread().news.get(), &one, sizeof one) < 0) {
-    // It is awake.
+    // The counter of `news` is full: the thread is about to wake. Or no client was ever added: there is no thread.
   }
 }
 

@@ -156,8 +156,8 @@ cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
 cdef str _name_of_dtype(object dtype):
     """Return a name, of `MAX_NAME` characters at most, the same in all processes for dtypes that numpy finds equal.
 
-    numpy's own text would also show how a structure was made (``align=True``, titles, numpy.record), in which two
-    equal dtypes may differ.
+    numpy's own text would also show how a structure was made, such as with ``align=True`` or as a numpy.record:
+    equal dtypes may have different texts.
     """
     if dtype.names is None and dtype.subdtype is None:
         text = dtype.name
@@ -238,7 +238,7 @@ cdef int _of_rare(int code, int bits, int lanes, ElementType* out, str argument)
             name = f"{name}_x{lanes}"  # as in torch
         if name is None or bits * lanes == 0 or bits * lanes % 8:
             raise TypeError(
-                f"{argument}: NCCL has no data type for DLPack's type code {code} of {bits} bits, {lanes} an element"
+                f"{argument}: NCCL has no data type for DLPack's type code {code} of {bits} bits with {lanes} lanes"
             )
         found = _Type.__new__(_Type)
         _as_bytes(&found.type, name, bits * lanes // 8, _known_names)
@@ -300,7 +300,7 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
 
 
 cdef str name_of(int datatype, unsigned long long flavour):
-    """Return the data type's name in the array's library."""
+    """Return NCCL's name of a data type, or the name in the array's library if NCCL lacks the type."""
     if flavour == REAL:
         return _REALS[datatype]
     if flavour == COMPLEX:
@@ -396,7 +396,10 @@ def read_by(kinds, capsule):
 
 
 cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
-    """Return a version of the type's exchange API with a known layout and a DLTensor that needs no copy, or NULL."""
+    """Return the type's exchange API, or NULL.
+
+    It is the newest version with a known layout, and has the function that fills in a DLTensor without a copy.
+    """
     cdef const DLPackExchangeAPIHeader* header
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if capsule is None or not PyCapsule_IsValid(capsule, b"dlpack_exchange_api"):
@@ -422,9 +425,10 @@ cdef struct Versioned:
     int64_t shape
     int64_t stride
 
-# Types that numpy has only from ml_dtypes, by NCCL's names: their names there, and their DLPack codes.
+# Types that numpy has only from ml_dtypes, by NCCL's names: their names in ml_dtypes, and their DLPack codes.
 cdef dict _ML_DTYPES = {"bfloat16": "bfloat16", "float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 cdef dict _CODES = {"bfloat16": kDLBfloat, "float8e4m3": kDLFloat8_e4m3fn, "float8e5m2": kDLFloat8_e5m2}
+# DLPack's type codes, by numpy's kinds.
 cdef dict _KINDS = {"b": kDLBool, "i": kDLInt, "u": kDLUInt, "f": kDLFloat, "c": kDLComplex}
 
 

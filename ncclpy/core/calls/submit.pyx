@@ -39,8 +39,8 @@ cdef int submit(
 ) except -1:
     """Make a call at once, or have the thread's group record it.
 
-    With `wait_host` the data are in CPU memory, which has no stream: the call, or the end of the group, returns once
-    the operation has run.
+    With `wait_host` the data are in CPU memory and the caller has no stream to wait for: the call, or the end of the
+    group, returns once the operation has run.
     """
     cdef ncclResult_t result
     cdef Group group
@@ -89,7 +89,10 @@ cdef int _submit_traced(
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
-    """Make a call on CPU memory and wait for it. `waiters` counts from before the call: a close waits for both."""
+    """Make a call on CPU memory and wait for it.
+
+    The call counts in `Handle.waiters` too, so a close waits for the call and for the wait.
+    """
     cdef ncclResult_t result
     cdef Waiting waiting
     if handle.state != READY:  # another thread may have begun to close it while the buffers were checked

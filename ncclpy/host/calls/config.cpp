@@ -70,7 +70,7 @@ int override_of(const char* variable) {
   return value == 0 || value == 1 ? int(value) : undefined;
 }
 
-// NCCL's environment overrides these two fields; it is read once, as by NCCL.
+// Environment variables override `blocking` and `splitShare`; they are read once, as by NCCL.
 void override(ncclConfig_t& config) {
   struct Overrides {
     int blocking, split_share;

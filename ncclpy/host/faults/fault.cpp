@@ -29,7 +29,7 @@ struct Plan {
   std::vector<Rule> rules;
   Mutex<NCCLPY_LOCK_FAULTS> mutex;  // guards the fields below
   std::map<std::pair<size_t, int>, uint64_t> times_matched;  // by rule and rank
-  // by call, moment and rank: how often this site was reached; numbers the sites for random rules
+  // by call, moment and rank: how often this combination was reached; a random rule hashes the count into its decision
   std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> times_reached;
   std::string fired;
   std::vector<bool> has_fired;  // by rule

@@ -138,7 +138,7 @@ class Bits {
   }
 
   void write(Writer& out) const {
-    std::vector<uint64_t> runs;  // in turn: how many are not in the set, how many are
+    std::vector<uint64_t> runs;  // alternately the length of a gap and of a run of members
     size_t at = 0;
     const std::vector<uint32_t> all = list();
     for (size_t i = 0; i < all.size();) {

@@ -2,16 +2,16 @@
 
 Counts are in the array's own elements, and types have the names that the array's library gives them. NCCL may send
 different types as one type (int16 and uint16 are the same bytes to it). Therefore types are compared by their flavours
-within a process, and by their names between processes. A coordinator compares names and shapes of arrays; the shape
-gives the count.
+within a process, and by their names between processes. A coordinator compares names of types and shapes of arrays; a
+shape determines the count.
 
 NCCL checks none of this. If the memory of `send` and `recv` overlaps otherwise than in NCCL's in-place layout, or if
 two operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
 
 NCCL's collectives take one buffer with parts of one size. A collective with other parts becomes a group: of broadcasts
 for an all-gather, of reduces for a reduce-scatter, of sends and receives for the rest. In a gather or a scatter only
-the root makes a group here, and only if its parts are not adjacent: the other ranks make the same calls in either case
-(see `operation`).
+the root makes such a group, and only if its parts are not adjacent. Every other rank makes one send or receive,
+whether the root's parts are adjacent or not (see `operation`).
 
 The rules of every collective are here, for a communicator's calls and for the Manager's participants. A buffer that
 violates them raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
@@ -224,7 +224,7 @@ cdef class Extents:
         return 0
 
     cdef bint clash(self) noexcept:
-        """Return whether one place writes memory that another uses; `first` and `second` receive the two ranges."""
+        """Return whether an operation or part writes memory that another one uses; set `first` and `second` if so."""
         cdef size_t i
         cdef Extent* row
         cdef Extent* written = NULL  # the earlier written range with the highest end
@@ -301,7 +301,7 @@ cdef class Lowered:
         return 0
 
     cdef void empty_self_operations(self, int rank) noexcept:
-        """Empty the operations of a rank with itself: as it works in place, their data are there already."""
+        """Empty the operations of a rank with itself: the collective works in place, so their data need no copy."""
         cdef size_t i
         for i in range(self.count):
             if self.operations[i].root == rank:
@@ -635,7 +635,8 @@ cdef list _as_counts(object counts, int nranks, str argument):
 
 
 cdef int _check_count(const View* view, object count, str argument, str what) except -1:
-    if elements(view) != count:  # Python ints do not wrap: no part can lie outside the buffer
+    # `count` is a Python int: a sum of counts cannot wrap around, so no part lies outside the buffer.
+    if elements(view) != count:
         raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
     return 0
 
@@ -643,7 +644,8 @@ cdef int _check_count(const View* view, object count, str argument, str what) ex
 cdef int _check_lists(VectorCollective vector, const View* send, const View* recv) except -1:
     """Refuse memory that receives and is also sent, or that receives twice.
 
-    `send` and `recv` are single buffers, or NULL. A single buffer may be this rank's own part of the list: in place.
+    `send` and `recv` are single buffers, or NULL. A single buffer may be this rank's own part of the other side's
+    list: the collective then works in place.
     """
     cdef Extents extents = Extents()
     cdef size_t n = vector.nranks, size = <size_t>ITEMSIZE[vector.operation.datatype]
@@ -687,7 +689,10 @@ cdef bint _has_stream(const View* view) noexcept:
 
 
 cdef int _read(VectorCollective vector, object buffer, View* view, str argument, bint receives) except -1:
-    """Read a buffer. `vector.view`, for stream=None, is the first buffer that has a stream, or else the first one."""
+    """Read a buffer, and keep its view if it determines the stream for stream=None.
+
+    That is the first buffer that has a stream, or the first buffer if none has one.
+    """
     read_on_device(buffer, view, argument, vector.device)
     if receives:
         writable(view, argument)
@@ -752,7 +757,7 @@ cdef int _refuse_list(object buf, str name, str counts) except -1:
 
 
 cdef class VectorCollective:
-    """A collective of one rank over parts; the method of the collective fills it in."""
+    """One rank's side of a collective with lists or counts of parts; the method of that collective fills it in."""
 
     # Lists of buffers.
 

@@ -42,7 +42,7 @@ cdef enum:
     #: Bytes that suffice for any status as JSON.
     _STATUS_BYTES = 1024
 
-# By number: looking names up in the enums would take longer than the rest of an entry.
+# Names, indexed by number: looking a name up in its enum would take longer than the rest of an entry.
 DTYPES = tuple([member.name.lower() for member in DataType])
 _OPS = tuple([member.name.lower() for member in ReduceOp])
 
@@ -215,10 +215,10 @@ cdef extern from "Python.h":
     PyObject* PyDict_GetItem(object, PyObject*)
     void Py_XDECREF(PyObject*)
 
-# Python frames in these files are passed over when the caller's line is looked for, `_MAX_FRAMES` at most. Whether a
-# file is one of them is cached, for `_MAX_FILES` files.
-cdef str _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-cdef tuple _FOREIGN = ("-packages/torch/", "-packages/cupyx/")
+# The search for the caller's line skips up to `_MAX_FRAMES` Python frames in files of ncclpy, torch and cupyx.
+# `_is_inner` caches, for up to `_MAX_FILES` files, whether a file's frames are skipped.
+cdef str _PACKAGE_DIRECTORY = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+cdef tuple _SKIPPED_DIRECTORIES = ("-packages/torch/", "-packages/cupyx/")
 cdef dict _is_inner = {}
 cdef int _MAX_FILES = 4096, _MAX_FRAMES = 12
 
@@ -257,7 +257,8 @@ cdef class Entry:
         what.began, what.done = ncclpy_bits_of(self.created), 0
         what.call = call_of(self.operation, self.datatype, self.is_barrier)
         what.op_and_root = op_and_root_of(self.op, self.root)
-        self.noted = ncclpy_oplog_begin(oplog, self.pair, &what)  # NULL if memory is out: the log lacks it
+        # NULL if out of memory: the log then lacks the operation.
+        self.noted = ncclpy_oplog_begin(oplog, self.pair, &what)
         ncclpy_oplog_use(oplog)
         self.oplog = oplog
         return 0
@@ -313,7 +314,7 @@ def show(key):
     """
     try:
         text = repr(key)
-    except BaseException as error:  # of the user's class
+    except BaseException as error:  # raised by the user's class
         _pass_on(error)
         return object.__repr__(key)
     if len(text) <= _MAX_KEY:
@@ -326,7 +327,7 @@ def text_of(error):
     """Return the text of an exception, or its class's name if that raises."""
     try:
         return str(error)
-    except BaseException as failure:  # of the user's class
+    except BaseException as failure:  # raised by the user's class
         _pass_on(failure)
         return type(error).__name__
 
@@ -384,8 +385,8 @@ cdef int note_site(Entry entry) except -1:
 cdef object _is_inner_file(str file):
     if len(_is_inner) >= _MAX_FILES:  # code made at run time may have a new file name each time
         _is_inner.clear()
-    inner = file.startswith(_OWN)
-    for each in _FOREIGN:
+    inner = file.startswith(_PACKAGE_DIRECTORY)
+    for each in _SKIPPED_DIRECTORIES:
         inner = inner or each in file
     _is_inner[file] = inner
     return inner
@@ -496,9 +497,10 @@ def record_all(enabled=True):
     They are recorded when they are made, each alone or at the end of a group; launches of plans and graphs are not.
     An entry has the line of the program that made the call (the error of a failed call names it too); the name of the
     communicator, the same on all ranks (but another on ranks that `join` a grown communicator); and the number of the
-    call on the communicator, which counts unrecorded calls too. It is ``"pending"`` during the call of NCCL (its
-    number may then be too small, if several threads call at once), ``"completed"`` if the call has waited for data in
-    CPU memory, ``"failed"`` with the error, and otherwise ``"called"``: whether the device is done is not checked.
+    call on the communicator, which counts unrecorded calls too. The entry's state is ``"pending"`` during the call of
+    NCCL (the call's number may then be too small, if several threads call at once), ``"completed"`` if the call has
+    waited for data in CPU memory, ``"failed"`` with the error, and otherwise ``"called"``: whether the device is done
+    is not checked.
 
     Parameters
     ----------
@@ -590,7 +592,8 @@ def dump(path=None, *, reason=None):
     -------
     str
     """
-    # One line for each entry: json's own indent runs in Python, and takes four times as long. No string contains `{"`.
+    # One line for each entry: json's own indent runs in Python, and takes four times as long. JSON escapes
+    # quotes, so the replaced text is within no string; it matches the end of a string that ends with `[{` or `}, {`.
     text = json.dumps(snapshot(reason)).replace('[{"', '[\n{"').replace('}, {"', '},\n{"') + "\n"
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
@@ -604,7 +607,7 @@ def add_gatherer(gatherer):
 
 
 def remove_gatherer(gatherer):
-    """Undo `add_gatherer`; a forked child has no gatherers of its parent."""
+    """Undo `add_gatherer`; do nothing if the gatherer is absent, as those of the parent are in a forked child."""
     if gatherer in _gatherers:
         _gatherers.remove(gatherer)
 

@@ -2,9 +2,9 @@
 
 The `CallSignature` of a collective has the fingerprint of the call that the user made, since the operations that it is
 lowered to differ by rank. It includes the sizes of parts that all ranks have to know, as in an all-gather. What one
-rank sends another is a message, which is compared only with the matching message of that peer. Gathers and scatters of
-uneven parts consist of messages, as only the root knows whether its parts have one size. Types are compared by name:
-each process numbers them differently.
+rank sends another is a message, which is compared only with the matching message of that peer. The signature of a
+gather or a scatter has no count but a message for each part, as only the root knows whether its parts have one size.
+Types are compared by name: each process numbers them differently.
 
 Captured operations are issued by the calling thread on the captured stream itself, so that the graph has no other
 stream and no event of this package. The monitor does not watch them: they run when the graph is launched, which this
@@ -127,7 +127,7 @@ cdef CallSignature new_call_signature():
 
 
 cdef class Request:
-    """Operations that are launched together, before and at their launch."""
+    """Operations that are launched together, from the call to the launch."""
 
     def __dealloc__(self):
         if self.steps != &self.one:
@@ -281,7 +281,7 @@ cdef class Connection(CommunicatorSet):
         try:
             uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
             self.making = comm = Communicator.__new__(Communicator)
-            comm.abort_state.readers_told = True  # the group tells its readers
+            comm.abort_state.readers_told = True  # the group raises its error in threads that read by a stream
             self._check_wanted()  # an abort before this line has not seen `making`
             init_comm(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)
@@ -299,7 +299,7 @@ cdef class Connection(CommunicatorSet):
         """Name a communicator that was made for this connection; from here on the monitor watches its deadlines."""
         comm.site = self.site  # the communicator's own site is a line of another thread or group
         if comm.nranks > 1:
-            believe(comm, load(&stops))  # all ranks have met just now
+            believe(comm, load(&stops))  # all ranks have just met: completions count as success
         self.name = f"{self.title} {comm.group_name}"
         comm.limit = comm.in_flight.shortest_limit = FOREVER
         return 0
@@ -324,7 +324,10 @@ cdef class Connection(CommunicatorSet):
         stream.synchronize(self.limit)
 
     def abort(self, error):
-        """Fail what runs or waits with `error`; return the communicators, also one that is being made."""
+        """Fail what runs or waits with `error`; return the communicators, also one that is being made.
+
+        If the init call of the latter has not ended, the list lacks it: a thread aborts it when the call has ended.
+        """
         comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
@@ -543,7 +546,7 @@ cdef int _await_launches(Connection connection, double deadline) except -1:
             if not work._wait_for(LAUNCHED, deadline):
                 raise NcclTimeout(work.with_name(
                     "was begun before the operation to be captured, and is not launched yet; the capture continues "
-                    "without the latter"
+                    "without the operation to be captured"
                 ))
     return 0
 

@@ -155,7 +155,10 @@ def close_opened_store(store: Store) -> None:
 
 
 def _address(store: Store) -> str:
-    """Return the address by which other processes reach a store, or else a text that tells it from other stores."""
+    """Return the address by which other processes reach a store.
+
+    A store without one has a text instead: a LocalStore its identity, any other store only the name of its type.
+    """
     prefixes: list[str] = []
     while isinstance(store, PrefixStore):
         prefixes.insert(0, store.prefix)

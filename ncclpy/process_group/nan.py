@@ -91,12 +91,12 @@ class NanCheck:
             )  # fmt: skip
 
 
-def _by_itself(array):
+def _mask_by_comparison(array):
     """Return a flat mask of the elements that differ from themselves, as only NaNs do; None if the type has no NaN."""
     return None if array.dtype.kind in "biu" else (array != array).reshape(-1)
 
 
-def _by_torch(tensor):
+def _mask_by_torch(tensor):
     if not tensor.is_floating_point() and not tensor.is_complex():
         return None
     if tensor.element_size() == 1:  # float8 has no comparison
@@ -105,7 +105,13 @@ def _by_torch(tensor):
 
 
 #: By the package of a type, or of one of its bases.
-_MASKS = {"numpy": _by_itself, "cupy": _by_itself, "jax": _by_itself, "jaxlib": _by_itself, "torch": _by_torch}
+_MASKS = {
+    "numpy": _mask_by_comparison,
+    "cupy": _mask_by_comparison,
+    "jax": _mask_by_comparison,
+    "jaxlib": _mask_by_comparison,
+    "torch": _mask_by_torch,
+}
 
 
 def _index(flat, shape):

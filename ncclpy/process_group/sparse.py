@@ -1,8 +1,8 @@
 """The sum of sparse arrays over all ranks. Each rank gathers all parts, and adds them when its result is asked for.
 
 NCCL has no such operation, and the ranks bring different numbers of entries. So the ranks first exchange these
-numbers, with what else has to agree; then each rank gathers the indices and the values of all ranks, in one launch of
-uneven parts.
+numbers, and the properties that have to agree; then each rank gathers the indices and the values of all ranks, in one
+launch of uneven parts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ncclpy.core.arguments.validation import type_of_array
 from ncclpy.process_group.nan import by_package
 from ncclpy.types import DataType
 
-#: A rank's first message, in numbers of 64 bits: `_SIZES` of them for the shape, `_TEXT` for the shape and type of an
-#: entry as text, `_WORDS` in all.
+#: A rank's first message has `_WORDS` numbers of 64 bits: the count of entries, the dimensions of an index, the number
+#: of values in an entry, `_SIZES` numbers for the shape, and `_TEXT` for the shape and type of an entry as text.
 _SIZES = 8
 _TEXT = struct.Struct("=24q")
 _WORDS = 3 + _SIZES + _TEXT.size // 8
@@ -73,12 +73,12 @@ class SparseSum:
     def words(self):
         """Return what this rank sends to the others, and memory for what all send, in arrays of the same package."""
         like = self._sent[0]
-        self._heard = self._arrays.space(_WORDS * self._size, like)
-        return self._arrays.numbers(self._words, like), self._heard
+        self._received = self._arrays.space(_WORDS * self._size, like)
+        return self._arrays.numbers(self._words, like), self._received
 
     def disagreement(self):
         """Return what does not agree between the ranks, the same text on each, or None; called once all have sent."""
-        words = self._heard.tolist()
+        words = self._received.tolist()
         ranks = [words[_WORDS * rank : _WORDS * rank + _WORDS] for rank in range(self._size)]
         self.expect([each[0] for each in ranks])
         for rank, each in enumerate(ranks):
@@ -91,7 +91,7 @@ class SparseSum:
         self._counts = counts
 
     def parts(self):
-        """Return, for indices and values, what this rank sends and the list of places for what each rank sends."""
+        """Return two pairs, for the indices and the values: what this rank sends, and memory for each rank's part."""
         sent = self._sent
         return [(each, _pieces(whole, counts)) for each, (counts, whole) in zip(sent, self.spaces(), strict=True)]
 
@@ -106,7 +106,7 @@ class SparseSum:
         return made
 
     def __call__(self):
-        """Return the indices, each once, and the sums of their values, once everything is gathered."""
+        """Return the unique indices and the sums of their values; called when everything is gathered."""
         gathered = self._gathered
         if gathered is not None:  # if two threads add up at once, all get the sum of one
             rows = 1 if self._rows is None else self._rows
@@ -160,7 +160,7 @@ class _NumpyLike:
         self.package = package
 
     def here(self, like):
-        """Return a context, to be entered once, in which memory is allocated as on this thread's current stream."""
+        """Return a context, to be entered once, that allocates memory on the stream that is current at this call."""
         return contextlib.nullcontext()
 
     def numbers(self, numbers, like):
@@ -188,7 +188,8 @@ class _CuPy(_NumpyLike):
 
     def sum(self, indices, values, count):
         total = super().sum(indices, values, count)
-        # What was gathered was allocated on the stream of the call, which may be another one.
+        # The gathered parts were allocated on the stream of the call, which may be another one: this stream must have
+        # read them before they are freed.
         self.package.cuda.get_current_stream().synchronize()
         return total
 
@@ -221,7 +222,7 @@ class _Torch:
         return unique, entries.coalesce().values()
 
 
-_MADE = {
+_MAKERS = {
     "numpy": lambda: _NumpyLike(sys.modules["numpy"]),
     "cupy": lambda: _CuPy(sys.modules["cupy"]),
     "torch": _Torch,
@@ -230,13 +231,13 @@ _MADE = {
 
 def maker_of(array):
     """Return what makes and adds arrays of an array's package (numpy, CuPy or torch), None for other packages."""
-    make = by_package(type(array), _MADE)
+    make = by_package(type(array), _MAKERS)
     return None if make is None else make()
 
 
 def _arrays_of(indices, values):
     """Return what makes and adds arrays of the package that both arrays belong to."""
-    found = [by_package(type(each), _MADE) for each in (indices, values)]
+    found = [by_package(type(each), _MAKERS) for each in (indices, values)]
     for name, each, make in zip(("indices", "values"), (indices, values), found, strict=True):
         if make is None:
             kind = type(each)

@@ -114,5 +114,5 @@ def group_end(ending: str) -> None:
         If this thread has no open group.
     """
     if not _open_groups.groups:
-        raise RuntimeError(f"{ending}: no group is open in this thread; begin and end a group in the same one")
+        raise RuntimeError(f"{ending}: no group is open in this thread; begin and end a group in the same thread")
     _open_groups.groups.pop().__exit__(None, None, None)

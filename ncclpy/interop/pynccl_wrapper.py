@@ -1,4 +1,4 @@
-"""The interface of vLLM's and SGLang's ``pynccl_wrapper`` over ncclpy: C's names and arguments as a library's methods.
+"""The interface of vLLM's and SGLang's ``pynccl_wrapper`` over ncclpy: NCCL's C functions as methods of a library.
 
 Arguments are those of ctypes: addresses, communicators and streams as ``c_void_p`` or as ints, the unique id as a
 structure. Neither vLLM nor torch is needed.
@@ -47,7 +47,7 @@ def as_operator(op: Any) -> int:
     """Return the `ncclRedOp_t` of an operator of torch or of its name; None is a sum."""
     if op is None:
         return ReduceOp.SUM
-    # Torch's operators are an enum of C++ and a class around it, and both have their name.
+    # An operator of torch is a C++ enum value with a `name`, or an object around one, which is its `op`.
     name = getattr(op, "name", None)
     if name is None and type(op).__module__.partition(".")[0] == "torch":
         name = str(getattr(op, "op", op)).rpartition(".")[2]
@@ -126,7 +126,7 @@ def _int(value: Any) -> Any:
 
 
 class NCCLLibrary:
-    """NCCL's functions by C's names, like vLLM's class of that name; they raise errors and return what C passes out.
+    """NCCL's functions under their C names, like vLLM's `NCCLLibrary`; they raise errors and return C's outputs.
 
     Each communicator of `ncclCommInitRank` is a `Communicator`. It is kept until `ncclCommDestroy` or `ncclCommAbort`,
     as the program has only its address.
@@ -155,7 +155,7 @@ class NCCLLibrary:
         library()
         self._timeout = timeout
 
-    def _made(self, comm: Any) -> tuple[Communicator, dict[int, Window]]:
+    def _look_up(self, comm: Any) -> tuple[Communicator, dict[int, Window]]:
         address = _int(comm)
         made = self._comms.get(address)
         if made is None:
@@ -165,7 +165,7 @@ class NCCLLibrary:
         return made
 
     def _comm(self, comm: Any) -> Communicator:
-        return self._made(comm)[0]
+        return self._look_up(comm)[0]
 
     def ncclGetErrorString(self, result: Any) -> str:
         """Return NCCL's words for a result code."""
@@ -288,7 +288,7 @@ class NCCLLibrary:
         win_flags
             NCCL's flags of windows: 1 is `NCCL_WIN_COLL_SYMMETRIC`.
         """
-        made, windows = self._made(comm)
+        made, windows = self._look_up(comm)
         flags = int(win_flags)
         if flags & ~(_SYMMETRIC | _STRICT_ORDERING):
             raise ValueError(
@@ -302,13 +302,13 @@ class NCCLLibrary:
     def ncclCommWindowDeregister(self, comm: Any, window: Any) -> None:
         """Deregister a window; all ranks do so."""
         address = _int(window)
-        found = self._made(comm)[1].pop(address, None)
+        found = self._look_up(comm)[1].pop(address, None)
         if found is None:
             raise ValueError(f"window: {address!r} is no window of this communicator, or was given back")
         found.close()
 
     def ncclCommGetAsyncError(self, comm: Any) -> int:
-        """Return the result code of an error that NCCL has found since; 0 is none."""
+        """Return NCCL's present result code for a communicator; 0 if there is no error."""
         return int(self._comm(comm).async_error())
 
     def ncclCommAbort(self, comm: Any) -> None:

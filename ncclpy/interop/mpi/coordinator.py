@@ -19,8 +19,8 @@ from ncclpy.types import Result
 
 __all__ = ["MpiRendezvous", "is_communicator", "meet"]
 
-#: Seconds after which a silent rank is lost: never, since a thread that needs the GIL relays its heartbeats; MPI's
-#: launcher ends all processes when one dies.
+#: Seconds after which a silent rank counts as lost: never, since the thread that relays its heartbeats may wait long
+#: for the GIL. If a process dies, MPI's launcher ends all processes.
 _NEVER = 1e9
 _LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 
@@ -31,7 +31,7 @@ def is_communicator(obj: object) -> bool:
 
 
 def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, patience: float) -> MpiRendezvous:
-    """Run the rendezvous of the ranks of a communicator, which all call this.
+    """Run the rendezvous of all ranks of a communicator; each of them calls this.
 
     Parameters
     ----------
@@ -72,7 +72,9 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
     error: Exception | None = None
     if len(set(engines)) > 1:
         said = {each: [rank for rank, other in enumerate(engines) if other == each] for each in dict.fromkeys(engines)}
-        values = (f"{wanted!r} with {there} loaded on {ranks(spans(who))}" for (wanted, there), who in said.items())
+        values = (
+            f"{wanted!r} with {library} loaded on {ranks(spans(asking))}" for (wanted, library), asking in said.items()
+        )
         error = ValueError(f"coordinator over MPI: the ranks ask for different engines: {', '.join(values)}")
     elif engine == "auto":
         if shared or (loaded == "host" and spread > 1):  # only MPI connects them all
@@ -103,7 +105,7 @@ def _check_level(alone: bool) -> None:
             else "; mpi_alone=True needs only this level, and promises that nothing else in this process calls MPI"
         )
         raise NcclError(
-            f"transport: a thread of the coordinator's calls MPI, which needs {_name_of(needed)}, and this process "
+            f"transport: the coordinator's thread calls MPI, which needs {_name_of(needed)}, and this process "
             f"has {_name_of(level)}. Set mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported, or call "
             f"MPI.Init_thread(MPI.THREAD_MULTIPLE){also}",
             result=Result.INVALID_USAGE,
@@ -147,18 +149,18 @@ class MpiRendezvous:
         """Return this rank's end of the control plane, and start the thread that relays it."""
         tree = Tree(self._machines)
         parent, below = tree.parents[self.rank], tree.children[self.rank]
-        ours, theirs = {}, {}
+        relay_ends, control_ends = {}, {}
         for rank in below if parent is None else [parent, *below]:
-            ours[rank], theirs[rank] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            theirs[rank].setblocking(False)
-        self._thread = MpiThread(self.comm, ours)
+            relay_ends[rank], control_ends[rank] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            control_ends[rank].setblocking(False)
+        self._thread = MpiThread(self.comm, relay_ends)
         if self._data is not None:
             self._thread.free_at_end(self._data)
         return Control(
             self.rank,
             self.size,
-            None if parent is None else (parent, theirs[parent].detach()),
-            [(rank, tree.below(rank), theirs[rank].detach()) for rank in below],
+            None if parent is None else (parent, control_ends[parent].detach()),
+            [(rank, tree.below(rank), control_ends[rank].detach()) for rank in below],
             cache=cache,
             timeout=timeout or 0.0,
             stall_after=stall_after,

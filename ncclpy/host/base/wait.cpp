@@ -28,7 +28,7 @@ void FutexEvent::sleep(uint32_t seen) {
 }
 
 // If a yield takes longer than this, another rank has used the core for an operation, or another program has used it.
-constexpr std::chrono::microseconds late{8};
+constexpr std::chrono::microseconds late_after{8};
 
 // Moves the calling thread to the next of its allowed cores, then restores its affinity mask.
 static void change_core() {
@@ -54,8 +54,8 @@ cpu_set_t own_cores() {
 
 using CoresOf = std::function<const cpu_set_t&(int)>;
 
-// Whether more ranks are confined to `set` than it has cores. Evaluated for each rank's set and for the union of all:
-// the sets that launchers assign are disjoint, equal or nested.
+// Whether more ranks are confined to `set` than it has cores. It suffices to ask this for each rank's set and for the
+// union of all sets, since the sets that launchers assign are disjoint, equal or nested.
 static bool are_too_many(const cpu_set_t& set, int ranks, const CoresOf& cores_of) {
   int within = 0;
   for (int rank = 0; rank < ranks; rank++) {
@@ -97,7 +97,7 @@ void Spin::yield() {
   const auto began = std::chrono::steady_clock::now();
   sched_yield();
   const auto ended = std::chrono::steady_clock::now();
-  if (ended - began <= late) return;
+  if (ended - began <= late_after) return;
   const int needed = late_needed_.load(std::memory_order_relaxed);
   if (late_.fetch_add(1, std::memory_order_relaxed) + 1 < needed) return;
   late_.store(0, std::memory_order_relaxed);

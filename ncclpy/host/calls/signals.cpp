@@ -82,7 +82,8 @@ ncclResult_t wait(int number, const ncclWaitSignalDesc_t* wanted, ncclComm_t han
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(begin(function, handle, &comm));
   if (number <= 0 || wanted == nullptr)
-    return fail(ncclInvalidArgument, "%s : %d descriptors at %p", function, number, static_cast<const void*>(wanted));
+    return fail(ncclInvalidArgument, "%s : expected descriptors, got %d at %p", function, number,
+                static_cast<const void*>(wanted));
   std::vector<Operation> operations;
   for (int i = 0; i < number; i++) {
     if (wanted[i].opCnt <= 0)

@@ -72,16 +72,16 @@ class Coordinator(Operations):
     engine : str
         What executes the operations. ``"nccl"`` or ``"host"`` is the loaded library, and an error if another one is
         loaded; ``"mpi"`` is MPI's collectives, possible only over an MPI communicator. ``"auto"`` is the loaded
-        library; over MPI it chooses for each array: NCCL for device memory and MPI for CPU memory, or, if the host
-        engine is loaded, that engine if all ranks are on one machine and MPI if they are not; and MPI alone if ranks
-        have to share devices.
+        library. Over MPI, ``"auto"`` is MPI alone if ranks have to share devices. Otherwise, with NCCL loaded, it is
+        NCCL for arrays in device memory and MPI for arrays in CPU memory; with the host engine loaded, it is that
+        engine if all ranks are on one machine, and MPI if they are not.
     fusion_bytes : int
         Most bytes of small arrays that are copied into one fusion buffer and launched at once; 0 for no fusion. The
         same on all ranks.
     cache : int
-        How many operations the response cache holds, for which ranks send a number instead of a name, and how many
-        all-reduces each rank remembers as it last brought them. If a step has more names, each of them is negotiated
-        as if it were new.
+        The size of two caches: of the response cache, in operations (ranks send a number instead of the name of a
+        cached operation), and of each rank's own cache of all-reduces that it has brought before. If a step has more
+        names, each of them is negotiated as if it were new.
     timeout : float, optional
         Seconds within which all ranks have to bring an operation that one of them has brought, and again within which
         the operation must then be done. With None there is no limit for bringing it; it must be done within the
@@ -559,7 +559,7 @@ def _engine_of(engine: str, over_mpi: bool) -> str:
 
 
 def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
-    """Return the group and None, or None and the store (None over MPI), rank and size."""
+    """Return (group, None), or (None, (store, rank, size)), in which the store is None over MPI."""
     if isinstance(transport, ProcessGroup):
         return transport, None
     if _is_of_mpi(transport):

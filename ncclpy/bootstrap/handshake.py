@@ -1,7 +1,7 @@
 """The client's part of the handshake: it tries all addresses together, until one answers and the token is proved.
 
-The messages are in native/handshake.hpp. A server that does not answer yet is waited for; a server that is no store,
-or has another token, is an error at once.
+The messages are in native/handshake.hpp. A server that does not answer yet is waited for. A server that is no store,
+or has another token, is an error as soon as no other address of the host is being tried.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Attempt:
             self._refuse(selector, "does not know the token, as it uses none: it may be another program's store")
         else:
             self._greetings = self._greeting + self._said
-            self._agreed = heartbeat / 1e3
+            self._agreed_heartbeat = heartbeat / 1e3
             try:
                 it.send(hmac(self._token, b"client" + self._greetings))
             except OSError as error:
@@ -166,7 +166,7 @@ class _Attempt:
         elif proof != hmac(self._token, b"server" + self._greetings):
             self.refusal = "claims to know the token and does not: it is not the server that was meant"
         else:
-            return Connection(it, self._agreed, lease)
+            return Connection(it, self._agreed_heartbeat, lease)
         return None
 
     def _refuse(self, selector: selectors.BaseSelector, why: str) -> None:

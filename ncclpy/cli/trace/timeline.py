@@ -23,7 +23,7 @@ _ENDED = {"completed": "completed", "failed": "failed", "called": "completed", "
 class Span:
     """One operation's time of gathering or of running, in seconds after the timeline's start.
 
-    `gathering` is the time until the launch; otherwise the span is from the launch to the completion. `state` is
+    With `gathering` the span ends with the launch; otherwise it is from the launch to the completion. `state` is
     "completed", "failed" or "unfinished"; a span of an unfinished operation ends when its dump was written.
     """
 
@@ -47,7 +47,7 @@ class Span:
 
     @property
     def track(self) -> str:
-        """Name the thread on which a viewer shows it."""
+        """Return the name of the thread on which a viewer shows the span."""
         place = "process" if self.device is None else f"device {self.device}"
         return f"{place} gathering" if self.gathering else place
 
@@ -61,7 +61,7 @@ class Timeline:
 
 
 def lay_out(dumps: Sequence[Dump]) -> Timeline:
-    """Return the timeline of the dumps, on one time line (see `reading.align`)."""
+    """Return the timeline of the dumps, whose clocks `reading.align` has aligned."""
     known = [dump.wall_time(time) for dump in dumps if (time := dump.table.first_time()) is not None]
     known += [dump.wall_time(each.since) for dump in dumps for each in dump.gatherings if each.since is not None]
     start = min([*known, *(dump.wall_now for dump in dumps)])
@@ -114,9 +114,9 @@ def _span(
 def write_chrome(dumps: Sequence[Dump], path: Path) -> None:
     """Write the timeline in Chrome's trace format (JSON objects), which Perfetto reads too.
 
-    A process of the trace is a dump; a thread is a device, or the operations that wait for their launch there. Viewers
-    need the spans of one thread to be nested, so overlapping spans, as of queued operations, are on further threads of
-    the same device. Times are in microseconds.
+    Each dump is a process of the trace. Each device has a thread for its operations after their launch, and one for
+    operations that wait for their launch. Viewers need the spans of one thread to be nested, so overlapping spans, as
+    of queued operations, are on further threads of the same device. Times are in microseconds.
     """
     timeline = lay_out(dumps)
     events: list[dict[str, Any]] = []

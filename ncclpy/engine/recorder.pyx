@@ -9,6 +9,7 @@ import _thread
 import hashlib
 import json
 import os
+import re
 import socket
 import time
 
@@ -233,6 +234,8 @@ cdef long long _recorded = 0
 
 # Called for a dump: each returns a list of operations that are still being gathered.
 _gatherers = []
+#: In JSON of a dump, where an entry begins.
+_ENTRY = re.compile(r'(\[|\},) ?(?=\{"\w)')
 
 # (teller, forget): `teller()` returns a list of this process's groups, `forget()` forgets those that have failed.
 _group_sources = []
@@ -592,9 +595,9 @@ def dump(path=None, *, reason=None):
     -------
     str
     """
-    # One line for each entry: json's own indent runs in Python, and takes four times as long. JSON escapes
-    # quotes, so the replaced text is within no string; it matches the end of a string that ends with `[{` or `}, {`.
-    text = json.dumps(snapshot(reason)).replace('[{"', '[\n{"').replace('}, {"', '},\n{"') + "\n"
+    # One line for each entry: json's own indent runs in Python, and takes four times as long. A quote that ends a string
+    # is not followed by a letter.
+    text = _ENTRY.sub("\\1\n", json.dumps(snapshot(reason))) + "\n"
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)

@@ -135,6 +135,15 @@ def test_key_with_a_failing_repr_is_shown_by_its_type(manager):
     assert "Key" in json.loads(ncclpy.recorder.dump())["gathering"][0]["key"]
 
 
+def test_dump_whose_texts_end_like_json_is_json_with_a_line_for_each_entry(manager):
+    sum_works(manager, "key", range(some_devices(2)))[1]()
+    plain = ncclpy.recorder.dump(reason="x")
+    for text in ("x [{", "}, {", '[{"a', '}, {"a', "[", "},", "[{\n"):
+        dump = ncclpy.recorder.dump(reason=text)
+        assert json.loads(dump)["reason"] == text
+        assert len(dump.splitlines()) == len(plain.splitlines()) > 1
+
+
 @pytest.mark.parametrize("fault", ["at=run do=hang", "do=hang"], ids=["on the device", "in the call"])
 def test_dump_while_an_operation_hangs(manager, host_engine, tmp_path, fault):
     sum_works(manager, "warm", range(3))[1]()

@@ -7,25 +7,28 @@ On the CPU the group is made first, and Accelerate uses it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 
 def main(name: str, backend: str) -> None:
     if backend == "ncclpy":
         import ncclpy.interop.torch  # noqa: F401
     if not torch.cuda.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
         dist.init_process_group(backend)
+        state = PartialState(cpu=True)
     else:
-        from accelerate import PartialState
-
-        PartialState(backend=backend)
-    assert dist.get_backend() == backend
-    importlib.import_module(f"accelerate.test_utils.scripts.{name}").main()
-    assert dist.get_backend() == backend
-    dist.destroy_process_group()
+        state = PartialState(backend=backend)
+    assert dist.get_backend() == backend and state.num_processes == dist.get_world_size() > 1
+    script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
+    script.main()
+    if dist.is_initialized():  # some of the scripts have destroyed it
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A training with checkpoints of which torchrun starts the ranks again after one of them was killed.
 
-torchrun --nproc-per-node 2 --max-restarts 1 restarted_training.py BACKEND FOLDER: in the first attempt rank 1 is
-killed in the middle of step 5. Rank 0 prints the attempt, the step at which it began, and the loss of the last step.
+torchrun --nproc-per-node 2 --max-restarts 1 restarted_training.py BACKEND FOLDER STEP: in the first attempt rank 1 is
+killed in the middle of a step, unless it is negative. Rank 0 prints the attempt, the step at which it began, and the
+loss of the last step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, KILLED_IN = 8, 5
+STEPS = 8
 
 
-def main(backend: str, folder: str) -> None:
+def main(backend: str, folder: str, killed_in: str) -> None:
     if backend == "ncclpy":
         import ncclpy.interop.torch  # noqa: F401
     attempt, path = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Path(folder) / "checkpoint.pt"
@@ -36,7 +37,7 @@ def main(backend: str, folder: str) -> None:
     for step in range(first, STEPS):
         data = torch.full((2, 4), float(step + dist.get_rank()))
         loss = model(data).square().mean()
-        if (attempt, step, dist.get_rank()) == (0, KILLED_IN, 1):
+        if (attempt, step, dist.get_rank()) == (0, int(killed_in), 1):
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         loss.backward()  # in the first attempt rank 0 waits here for rank 1

@@ -82,7 +82,7 @@ ncclResult_t wait(int number, const ncclWaitSignalDesc_t* wanted, ncclComm_t han
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(begin(function, handle, &comm));
   if (number <= 0 || wanted == nullptr)
-    return fail(ncclInvalidArgument, "%s : expected descriptors, got %d at %p", function, number,
+    return fail(ncclInvalidArgument, "%s : %d descriptors at %p, expected one or more", function, number,
                 static_cast<const void*>(wanted));
   std::vector<Operation> operations;
   for (int i = 0; i < number; i++) {

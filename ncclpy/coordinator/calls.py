@@ -104,7 +104,7 @@ class AllGather(Call):
         signatures = map(partial(signature_of, Kind.ALL_GATHER), self.parts, entries)
         self.begin_all(self.parts, tuple(signatures))
 
-    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch | None]:
         rows_by_rank = [struct.unpack(f"={len(self.parts)}q", own) for own in owns]
         begun = []
         for part, signature, outputs, rows in zip(
@@ -114,7 +114,7 @@ class AllGather(Call):
                 result = new_array((sum(rows), *signature.shape))
                 part.result_in(result)
                 begun.append(plane.gather(part, [each * prod(signature.shape) for each in rows], result))
-        return [each for each in begun if each is not None]
+        return begun
 
 
 class ReduceScatter(Call):
@@ -152,13 +152,13 @@ class ReduceScatter(Call):
             raise
         self.begin_all(self.parts, tuple(signatures))
 
-    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch | None]:
         begun = []
         for part, signature, rows, result in zip(self.parts, self.signatures, self._rows, self._results, strict=True):
             op, factor = reduction(signature, len(owns), absent)
             row = prod(signature.shape[1:])
             begun.append(plane.scatter(part, op, factor, [each * row for each in rows], result))
-        return [each for each in begun if each is not None]
+        return begun
 
 
 class AllToAll(Call):
@@ -232,11 +232,10 @@ class AllReduceSparse(Call):
         self.fixed = pack_all((signature_of(Kind.ALL_REDUCE_SPARSE, first, (), rows=rows), *self.signatures))
         self.own = struct.pack("=q", second.shape[0])
 
-    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch]:
+    def launch(self, plane: DataPlane, owns: Sequence[bytes], absent: int) -> list[FusedLaunch | None]:
         self._sum.expect([struct.unpack("=q", own)[0] for own in owns])
         with self._outputs:
-            begun = [
+            return [
                 plane.gather(part, counts, whole)
                 for part, (counts, whole) in zip(self.parts, self._sum.spaces(), strict=True)
             ]
-        return [each for each in begun if each is not None]

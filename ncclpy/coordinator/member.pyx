@@ -290,8 +290,8 @@ cdef class ProcessSetWorker:
             if not isinstance(error, _NotExecutable):
                 self.on_error(failure)
             return 0
-        if fused is not None:
-            for each in reversed(fused if isinstance(fused, list) else [fused]):
+        for each in reversed(fused if isinstance(fused, list) else [fused]):
+            if each is not None:
                 self.launch_queue.put_first(_copy_out(self, each))
         return 0
 
@@ -302,12 +302,12 @@ cdef class ProcessSetWorker:
         cdef long long nparts = 0, nbytes = 0
         if first.call is not None and not first.agreed.fusable:  # it launches all its arrays itself
             brought = first.call.parts
+            nparts = len(first.call.names)  # a sparse array is two arrays
+        else:
+            nparts = fused - brought.count(None)
         for part in brought:
             if part is not None:
-                nparts += 1
                 nbytes += <long long>part.view.nbytes
-        if first.call is not None and not first.agreed.fusable:
-            nparts = len(first.call.names)  # a sparse array is two arrays
         if nparts:  # otherwise this rank has joined
             self.counts.launched(_NAMES[step.signature.kind], nparts, nbytes)
         self.counts.add("launches", 1)

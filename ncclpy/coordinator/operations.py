@@ -152,10 +152,7 @@ class Operations:
         """
         if name is None:
             return self._bring_unnamed(self.all_gather, array)
-        submitter = self._current_submitter()
-        call = AllGather((name,), (array,), submitter.device)
-        submitter.bring(call)
-        return call.work
+        return self.grouped_all_gather((name,), (array,))[0]
 
     def grouped_all_gather(self, names: Sequence[str], arrays: Sequence[_T]) -> list[Work[_T]]:
         """Concatenate the arrays of each name: of all names, or of none if something does not fit.

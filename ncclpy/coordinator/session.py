@@ -139,7 +139,7 @@ class Session:
         self.name, self.rank, self.size = name, control.rank, control.size
         self.backend, self.device = backend, backend.device
         self.error: NcclError | None = None
-        self._control, self._options, self._counts, self._timeline = control, options, counts, timeline
+        self._control, self._options, self._counts = control, options, counts
         self._lock = threading.RLock()  # a signal handler may call this object again
         self._closing: tuple[int, str] | None = None
         # The waits in progress (`_joining`, `_defining`), and the waits whose result has arrived and was not taken yet
@@ -172,7 +172,7 @@ class Session:
         made = ProcessSetWorker(
             pending, backend.plane(), self._options.fusion_bytes, self._staged and backend.for_devices, self._counts,
             self.fail_all_ranks, self._options.cache, backend.host_plane(), backend.for_devices,
-            None if self._timeline is None else self._timeline.launched,
+            None if self._gate.timeline is None else self._gate.timeline.launched,
         )  # fmt: skip
         backend.on_abort(self.fail_all_ranks)
         return made
@@ -189,7 +189,7 @@ class Session:
     def set_timeline(self, timeline: Timeline | None) -> None:
         """Record what is brought from now on in another timeline, or in none."""
         with self._lock:  # `_group` adds members under it
-            self._timeline = self._gate.timeline = timeline
+            self._gate.timeline = timeline
             for member in self._members.values():
                 member.on_launch = None if timeline is None else timeline.launched
 
@@ -475,7 +475,7 @@ class Session:
 
     def _run(self, ready: dict[int, list[Ready]]) -> None:
         for number, operations in ready.items():
-            if (timeline := self._timeline) is not None:  # the user's thread may set another one
+            if (timeline := self._gate.timeline) is not None:  # the user's thread may set another one
                 timeline.negotiated([each.call for each in operations if each.call is not None])
             self._members[number].run(operations, self._control.launched)
         ready.clear()

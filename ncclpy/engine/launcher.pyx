@@ -35,7 +35,7 @@ from ncclpy.core.handles.handle cimport WAS_ABORTED
 from ncclpy.core.runtime.device cimport context_of, enter_device, leave_device, relax, restore
 from ncclpy.core.runtime.library cimport check_driver, driver, nccl, require, require_driver
 from ncclpy.core.runtime.stream cimport as_stream
-from ncclpy.core.runtime.wait cimport FOREVER, now
+from ncclpy.core.runtime.wait cimport FOREVER, now, this_thread
 from ncclpy.engine.callbacks cimport enclosed, user_executor, words_of
 from ncclpy.engine.work cimport Watched, Work, believe, fence, give_event, take_event
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
@@ -798,7 +798,7 @@ cdef class CommunicatorSet(LaunchOwner):
 
     cdef int tell_readers(self, set readers, object error) except -1:
         """Raise an error in `readers`, except in the calling thread, which aborts the communicators after that."""
-        readers.discard(threading.get_ident())
+        readers.discard(this_thread())
         raise_in_readers(readers, 0, error, error._informed)
         return 0
 

@@ -19,7 +19,6 @@ from _weakref import getweakrefcount as _getweakrefcount
 from types import GenericAlias as _GenericAlias
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
-from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport PyObject, Py_DECREF, Py_INCREF
 from libc.stdlib cimport free
 from libcpp.vector cimport vector
@@ -39,7 +38,7 @@ from ncclpy.core.runtime.library cimport (
     missing_ranks,
 )
 from ncclpy.core.runtime.stream cimport as_stream, is_captured
-from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after
+from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, this_thread
 from ncclpy.engine cimport callbacks
 from ncclpy.engine.callbacks cimport (
     LaunchGroup, add_sentence, begin_callback, end_callback, hurry_monitor, internal_executor, is_plain, is_quiet,
@@ -695,7 +694,7 @@ What an asynchronous operation returns.
         cdef double seconds = as_timeout(timeout)
         cdef Awaited awaited
         cdef bint ended
-        self.waiter = PyThread_get_thread_ident()
+        self.waiter = this_thread()
         try:
             ended = self._wait_for(COMPLETED, deadline_after(seconds))
         finally:
@@ -767,7 +766,7 @@ What an asynchronous operation returns.
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
-            self._note_reader(PyThread_get_thread_ident())
+            self._note_reader(this_thread())
             if self.error is not None or self._is_fenced():  # the readers to tell may have been noted before
                 self._wait_until_ended(None)
                 if self.error is not None:

@@ -22,7 +22,7 @@ from ncclpy.core.arguments.validation cimport (
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.runtime.device cimport relax
 from ncclpy.core.runtime.stream cimport Stream
-from ncclpy.core.runtime.wait cimport FOREVER, now
+from ncclpy.core.runtime.wait cimport FOREVER, now, this_thread
 from ncclpy.engine.work cimport Work, stops
 from ncclpy.engine.launcher cimport GONE, MADE, Launch
 from ncclpy.engine.native cimport load
@@ -613,7 +613,7 @@ cdef class DeviceSet(CommunicatorSet):
             return False
         self.end_begun = True
         peer_status, self.peer_status = self.peer_status, None
-        readers.discard(threading.get_ident())
+        readers.discard(this_thread())
         if readers:
             deliver(error)
         if peer_status is not None:

@@ -13,7 +13,7 @@ from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.handles.handle cimport Handle
 from ncclpy.core.runtime.device cimport as_device
 from ncclpy.core.runtime.library cimport raise_if_forked
-from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now
+from ncclpy.core.runtime.wait cimport as_timeout, deadline_after, now, this_thread
 from ncclpy.engine.callbacks cimport LaunchOwner, add_sentence, internal_executor, user_executor
 from ncclpy.engine.launcher cimport GONE, MADE, MAKING
 from ncclpy.engine.work cimport is_doubted, yield_to_others, stops
@@ -87,7 +87,7 @@ cdef class Lifecycle:
         self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
-        self.maker_thread = threading.get_ident()
+        self.maker_thread = this_thread()
         self.pool = StreamPool(high_priority)
         self.enders, self.informed = set(), set()
         self.completion_hooks, self.abort_hooks, self.failures = [], [], []
@@ -404,7 +404,7 @@ cdef class Lifecycle:
             self.reconfiguring = False
             if self.failure is not None:  # even another thread's: no error is set in this thread later
                 note_delivery(self.informed)
-            self.enders.discard(threading.get_ident())
+            self.enders.discard(this_thread())
         return 0
 
     cdef int call_on_abort(self, hook) except -1:
@@ -519,7 +519,7 @@ cdef class Lifecycle:
             self.failure = error
             # Before any request fails: the thread that waits for the request may close the group at once. The close
             # waits for `end_begun`, so that this rank writes nothing after the last rank has cleared the store.
-            self.end_begun, self.end_thread = threading.Event(), threading.get_ident()
+            self.end_begun, self.end_thread = threading.Event(), this_thread()
             begun = self.end_begun
             connections, group_status, informed = list(self.connections.values()), self.group_status, self.informed
             in_flight = request is not None or bool(self.unmatched) or any([one.has_unsettled() for one in connections])
@@ -543,7 +543,7 @@ cdef class Lifecycle:
             may_exit = may_exit and self.on_error in ("exit", "exit_now") and not isinstance(error, SystemExit)
             if may_exit and self.on_error == "exit_now":
                 self._exit(error, group_status)
-            readers.discard(threading.get_ident())
+            readers.discard(this_thread())
             tell_readers = functools.partial(self._tell_readers, readers, error, informed)
             # Before the program sees the error: if the program ends then, Python waits for the thread started here.
             exiting = may_exit and self._exit_later(begun, error, group_status, failed, comms, tell_readers)
@@ -561,7 +561,7 @@ cdef class Lifecycle:
             error_of_others = error if type(error) is NcclAborted else has_ended(self.name, error, same_class_as(type(error).__name__))
             error._informed = error_of_others._informed = informed
             self.failures = [error, error_of_others] if in_flight else []
-            if in_flight and not self.closed and threading.get_ident() not in self.enders:
+            if in_flight and not self.closed and this_thread() not in self.enders:
                 note_failures(f"rank {self.rank} of process group {self.name!r}", self.failures)
             if request is not None:  # before its connection is aborted with `error_of_others`
                 request.work.settle(error)
@@ -588,7 +588,7 @@ cdef class Lifecycle:
 
     cdef int note_ender(self) except -1:
         """Note that the calling thread is in a call that ends the group or raises the error that has ended it."""
-        self.enders.add(threading.get_ident())
+        self.enders.add(this_thread())
         if self.failure is not None:
             note_delivery(self.informed)
         return 0
@@ -731,13 +731,13 @@ cdef class Lifecycle:
             if one.alive and not well[i]:
                 one.fence()
                 one.note_readers(readers)
-        readers.discard(threading.get_ident())
+        readers.discard(this_thread())
         for i, one in enumerate(connections):
             if well[i]:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        if self.end_begun is not None and self.end_thread != threading.get_ident():  # not inside `_end_by`
+        if self.end_begun is not None and self.end_thread != this_thread():  # not inside `_end_by`
             self.end_begun.wait(ABORT_DEADLINE + 1)
         if comms:
             tell_readers = functools.partial(self._tell_readers, readers, error, error._informed)

@@ -22,13 +22,12 @@ import secrets
 import threading
 
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.pythread cimport PyThread_get_thread_ident
 
 from ncclpy.core.calls.group cimport open_group
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.lifecycle cimport split_comm
 from ncclpy.core.runtime.library cimport version_code
-from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, now
+from ncclpy.core.runtime.wait cimport FOREVER, as_timeout, deadline_after, now, this_thread
 from ncclpy.engine.launcher cimport GONE, MADE
 from ncclpy.engine.work cimport yield_to_others
 from ncclpy.process_group.connection cimport Connection
@@ -469,7 +468,7 @@ cdef class _Turn:
     def __exit__(self, *_):
         cdef Lifecycle group = self.membership.group
         group.reconfiguring = False
-        group.enders.discard(PyThread_get_thread_ident())
+        group.enders.discard(this_thread())
         self.membership.turn.release()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.core.runtime import stream_readers
+from ncclpy.core.runtime import stream_readers, wait
 
 DEADLINE = 20.0
 
@@ -80,6 +80,36 @@ def test_abort_is_raised_in_other_threads_than_its_own(arrays, comms3):
     comms3[0].abort()
     assert [type(reader.outcome()) for reader in readers] == [ncclpy.NcclAborted] * 2
     time.sleep(0.01)  # an error would be raised here
+
+
+def test_thread_with_the_ident_of_a_reader_that_has_ended_is_told_nothing(arrays, comms3):
+    """Most systems give a new thread the ident of the last one that has ended; the main thread is told instead."""
+    idents, begun = [], threading.Event()
+    memory = arrays.make(np.ones(4, np.float32), 0)
+
+    def reads():
+        comms3[0].all_reduce(arrays.argument(memory), stream=ncclpy.Stream(0))
+        idents.append(threading.get_ident())
+
+    def later():
+        idents.append(threading.get_ident())
+        begun.set()
+        for _ in range(300):
+            time.sleep(0.001)
+        idents.append("told nothing")
+
+    for function in reads, later:
+        thread = threading.Thread(target=function)
+        thread.start()
+        if function is reads:
+            thread.join(DEADLINE)
+    assert begun.wait(DEADLINE)
+    with pytest.raises(ncclpy.NcclAborted):
+        threading.Thread(target=comms3[0].abort).start()
+        thread.join(DEADLINE)
+        time.sleep(0.01)
+    thread.join(DEADLINE)
+    assert idents == [idents[0], idents[0], "told nothing"]
 
 
 def test_operation_that_was_complete_stays_a_result(arrays, comms3):
@@ -156,7 +186,7 @@ def test_error_that_passes_cleanup_code_arrives_as_it_is():
     thread = threading.Thread(target=read)
     thread.start()
     assert ready.wait(30)
-    stream_readers.raise_in_readers([thread.ident], 0, error, set())
+    stream_readers.raise_in_readers([wait.number_of_thread(thread.ident)], 0, error, set())
     thread.join(30)
     assert found == [error]
 
@@ -168,7 +198,7 @@ def test_error_that_passes_cleanup_code_arrives_as_it_is():
 def test_error_during_steps_that_must_complete_is_raised_after_them(own, raised):
     error, steps = ncclpy.NcclAborted("elsewhere"), []
     with pytest.raises(raised) as found, stream_readers.raise_at_end():
-        stream_readers.raise_in_readers([threading.get_ident()], 0, error, set())
+        stream_readers.raise_in_readers([wait.number_of_this_thread()], 0, error, set())
         for step in range(3):
             with stream_readers.raise_at_end():  # close() of a resource that is freed on the way
                 steps.append(step)
@@ -182,16 +212,16 @@ def test_error_during_steps_that_must_complete_is_raised_after_them(own, raised)
 
 def test_thread_given_the_error_by_a_call_is_not_interrupted():
     """A call of another thread in which the error is raised makes no difference, nor does an error told before."""
-    told, ident = set(), threading.get_ident()
+    told, number = set(), wait.number_of_this_thread()
     stream_readers.note_delivery(told)
-    stream_readers.raise_in_readers([ident], 0, ncclpy.NcclAborted("this one"), told)
+    stream_readers.raise_in_readers([number], 0, ncclpy.NcclAborted("this one"), told)
     time.sleep(0.01)  # it would be raised here
     elsewhere = set()
     thread = threading.Thread(target=stream_readers.note_delivery, args=(elsewhere,))
     thread.start()
     thread.join()
     with pytest.raises(ncclpy.NcclAborted, match="another one"):
-        stream_readers.raise_in_readers([ident], 0, ncclpy.NcclAborted("another one"), elsewhere)
+        stream_readers.raise_in_readers([number], 0, ncclpy.NcclAborted("another one"), elsewhere)
         time.sleep(0.01)
 
 
@@ -212,13 +242,13 @@ def test_errors_that_are_set_at_once_are_raised_as_one_that_names_both():
         thread.start()
         assert ready.wait(30)
         errors = ncclpy.NcclTimeout("one"), ncclpy.NcclAborted("another")
+        number = wait.number_of_thread(thread.ident)
         for error, told in zip(errors, (first, second), strict=True):
-            told.discard(thread.ident)
-            stream_readers.raise_in_readers([thread.ident], 0, error, told)
+            stream_readers.raise_in_readers([number], 0, error, told)
         if taken_back is not None:  # as by a call of that thread
             with stream_readers._lock:
-                left = [each for each in stream_readers._pending[thread.ident] if each[1] is not taken_back]
-                stream_readers._set(thread.ident, left)
+                left = [each for each in stream_readers._pending[number] if each[0] is not taken_back]
+                stream_readers._set(number, left)
         thread.join(30)
         if taken_back is None:
             assert [str(each) for each in found] == ["another; and one"] and found[0].__cause__ is errors[1]

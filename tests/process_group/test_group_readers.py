@@ -270,7 +270,7 @@ def test_thread_that_aborts_a_group_is_not_told_that_it_failed_meanwhile(host_en
 
 @pytest.mark.parametrize("place", ["in a call of C", "in close() of another group"])
 def test_thread_that_reads_results_of_two_groups_is_told_of_both(host_engine, place):
-    stores, meet, told = [LocalStore() for _ in range(3)], threading.Barrier(2), []
+    stores, reads, told = [LocalStore() for _ in range(3)], threading.Event(), []
 
     def body(rank):
         groups = [
@@ -283,14 +283,15 @@ def test_thread_that_reads_results_of_two_groups_is_told_of_both(host_engine, pl
             for group in groups[:2]:
                 group.all_reduce(np.ones(4)).synchronize(ncclpy.Stream(0))
             groups[2].all_reduce(np.ones(4))
-        meet.wait(DEADLINE)
         if rank == 0:
             try:
+                reads.set()  # the other rank may abort before this call has returned
                 groups[2].close() if place.endswith("group") else time.sleep(2)
             except ncclpy.NcclError as error:
                 told.append(str(error))
             is_told_nothing()
         else:
+            assert reads.wait(DEADLINE)
             for group in groups[:2]:
                 group.abort("a test")
             time.sleep(1.5)
@@ -300,3 +301,33 @@ def test_thread_that_reads_results_of_two_groups_is_told_of_both(host_engine, pl
 
     thread_ranks.run_ranks(2, body, DEADLINE)
     assert len(told) == 1 and "'first'" in told[0] and "'second'" in told[0], told
+
+
+def test_thread_with_the_ident_of_a_reader_that_has_ended_is_told_nothing(host_engine):
+    """Most systems give a new thread the ident of the last one that has ended."""
+    idents, begun = [], threading.Event()
+
+    def later():
+        idents.append(threading.get_ident())
+        begun.set()
+        is_told_nothing()
+        idents.append("told nothing")
+
+    def body(group, meet):
+        def reads():
+            group.all_reduce(np.ones(4)).synchronize(ncclpy.Stream(0))
+            idents.append(threading.get_ident())
+
+        for function in reads, later:
+            thread = threading.Thread(target=function)
+            thread.start()
+            if function is reads:
+                thread.join(DEADLINE)
+        assert begun.wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclAborted):  # the thread that has made the group is told in place of the reader
+            meet.wait(DEADLINE)
+            is_told_nothing()
+        thread.join(DEADLINE)
+
+    run_until_abort(body)
+    assert idents == [idents[0], idents[0], "told nothing"]

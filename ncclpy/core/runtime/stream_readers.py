@@ -8,25 +8,20 @@ CPython raises it when the call returns, before its value is stored or passed on
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 
+from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
+
 __all__ = ["note_delivery", "raise_at_end", "raise_in_readers"]
 
-_set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
-_set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
-_set_exception.restype = ctypes.c_int
-_clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)(
-    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
-)
+#: By the number of a thread (`wait.this_thread`: idents are given to later threads, which have read nothing): the
+#: errors that are set in it and not raised yet. With each error are kept the threads that have been told of the same
+#: failure. CPython holds only one exception for a thread, which stands for all of these errors, see `_raised_as`. Under
+#: the lock.
+_pending: dict[int, list[tuple[set[int], BaseException]]] = {}
 
-#: By the ident of a thread: the errors that are set in it and not raised yet. With each error are kept the thread
-#: itself, as Python reuses idents, and the threads that have been told of the same failure. CPython holds only one
-#: exception for a thread, which stands for all of these errors, see `_raised_as`. Under the lock.
-_pending: dict[int, list[tuple[threading.Thread, set[int], BaseException]]] = {}
-
-#: The errors for threads that are in a block of `raise_at_end`, by their idents; under the lock.
+#: The errors for threads that are in a block of `raise_at_end`, by their numbers; under the lock.
 _collected: dict[int, list[BaseException]] = {}
 _lock = threading.RLock()  # re-entrant: a signal handler may close a communicator while its thread holds the lock
 
@@ -38,11 +33,11 @@ def raise_at_end() -> Iterator[None]:
     An exception that the block itself raises becomes the context of the error; after a KeyboardInterrupt or SystemExit
     the error is dropped.
     """
-    ident = threading.get_ident()
-    if ident in _collected:  # a block within another: the outer one raises
+    thread = wait.number_of_this_thread()
+    if thread in _collected:  # a block within another: the outer one raises
         yield
         return
-    errors = _collected[ident] = []
+    errors = _collected[thread] = []
     must_raise = True
     try:
         yield
@@ -51,17 +46,17 @@ def raise_at_end() -> Iterator[None]:
         raise
     finally:
         with _lock:
-            del _collected[ident]
+            del _collected[thread]
         if errors and must_raise:
             raise _together(errors)
 
 
 def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, informed: set[int]) -> None:
-    """Have an error raised in threads, given by their idents.
+    """Have an error raised in threads, given by their numbers.
 
-    Python has not started some threads, such as torch's threads for backward passes: in their place the error is
-    raised in `maker`, the thread that has made the group, or in the main thread if `maker` has ended or is not known
-    (0).
+    Some threads have ended, and Python has not started some others, such as torch's threads for backward passes: in
+    their place the error is raised in `maker`, the thread that has made the group, or in the main thread if `maker` has
+    ended or is not known (0).
 
     Parameters
     ----------
@@ -70,21 +65,29 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
         are added.
     """
     # A dummy stands for a thread that Python has not started: it may leave Python at any moment.
-    known = {each.ident: each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
-    main = threading.main_thread().ident
+    started = [each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
+    known = {wait.number_of_thread(ident) for ident in started if ident is not None}  # None: a thread that starts now
+    main = wait.number_of_thread(threading.main_thread().ident)
     substitute = maker if maker in known else main
-    for ident in {reader if reader in known else substitute for reader in readers if reader not in informed}:
-        if ident is None:
-            continue
-        with _lock:
-            if ident in informed:
-                continue
-            informed.add(ident)
-            if ident in _collected:
-                _collected[ident].append(error)
-            else:
-                earlier = [each for each in _pending.get(ident, ()) if each[0] is known[ident]]
-                _set(ident, [*earlier, (known[ident], informed, error)])
+    with _lock:
+        for ended in _pending.keys() - known:
+            del _pending[ended]
+    for thread in {reader if reader in known else substitute for reader in readers if reader not in informed}:
+        if not _tell(thread, error, informed):  # it has ended meanwhile
+            _tell(main, error, informed)
+
+
+def _tell(thread: int, error: BaseException, informed: set[int]) -> bool:
+    """Have a thread raise an error unless it has been told of the failure; return whether the thread is there."""
+    with _lock:
+        if thread in informed:
+            return True
+        if thread in _collected:
+            _collected[thread].append(error)
+        elif not _set(thread, [*_pending.get(thread, ()), (informed, error)]):
+            return False
+        informed.add(thread)
+        return True
 
 
 def note_delivery(informed: set[int]) -> None:
@@ -95,26 +98,31 @@ def note_delivery(informed: set[int]) -> None:
     informed
         The threads that have been told of the failure, as for `raise_in_readers`.
     """
-    ident = threading.get_ident()
+    thread = wait.number_of_this_thread()
     with _lock:
-        informed.add(ident)
-        pending = _pending.get(ident, [])
-        left = [each for each in pending if each[1] is not informed]
+        informed.add(thread)
+        pending = _pending.get(thread, [])
+        left = [each for each in pending if each[0] is not informed]
         if len(left) < len(pending):
-            _set(ident, left)
+            _set(thread, left)
 
 
-def _set(ident: int, pending: list[tuple[threading.Thread, set[int], BaseException]]) -> None:
-    """Have a thread raise these errors, and none of those that were set before; under the lock."""
-    if pending:
-        _pending[ident] = pending
-        _set_exception(ident, _raised_as([error for _, _, error in pending], ident))
-    else:
-        _pending.pop(ident, None)
-        _clear_exception(ident, None)
+def _set(thread: int, pending: list[tuple[set[int], BaseException]]) -> bool:
+    """Have a thread raise these errors, and none of those that were set before; return whether it is there.
+
+    Under the lock.
+    """
+    _pending.pop(thread, None)
+    if not pending:
+        return bool(wait.set_exception(thread, None))
+    _pending[thread] = pending  # before the exception is set: raising it removes them
+    if wait.set_exception(thread, _raised_as([error for _, error in pending], thread)):
+        return True
+    del _pending[thread]
+    return False
 
 
-def _raised_as(errors: list[BaseException], ident: int) -> type[BaseException]:
+def _raised_as(errors: list[BaseException], thread: int) -> type[BaseException]:
     """Return a class that yields the errors when CPython calls it: an asynchronous exception is set as a class."""
     kind = type(errors[-1])
     made: list[BaseException] = []
@@ -123,7 +131,7 @@ def _raised_as(errors: list[BaseException], ident: int) -> type[BaseException]:
         # Python up to 3.11 may call this once more, with the error as an argument, which is not of this class.
         if not made:
             with _lock:
-                _pending.pop(ident, None)
+                _pending.pop(thread, None)
             made.append(_together(errors))  # outside the lock: making a text may run the __repr__ of a program's key
         return made[0]
 

@@ -58,7 +58,7 @@ cdef int wait_for_event(CUevent event, double deadline) except? -1
 # Have the system show the calling thread by this name, of at most 15 bytes.
 cdef void name_this_thread(const char* name) noexcept nogil
 
-# The calling thread, as from Python's `threading.get_ident`.
+# The number of the calling thread. Unlike the idents of `threading`, a number is never given to a later thread.
 cdef unsigned long this_thread() noexcept nogil
 
 # Start a thread that runs a function. Either the thread runs or this raises; no signal handler can raise in between.

@@ -11,6 +11,7 @@ import threading
 import time
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.object cimport PyObject
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
@@ -63,6 +64,35 @@ cdef extern from *:
     int ncclpy_calls
     int ncclpy_status
     void ncclpy_leave_before_destructors()
+
+cdef extern from *:
+    """
+    #include <limits.h>
+
+    static unsigned long ncclpy_this_thread(void) {
+      static __thread unsigned long number = 0;
+      if (number == 0) {
+        PyThreadState* state = PyGILState_GetThisThreadState();
+        if (state == NULL) return ULONG_MAX; /* Python does not know the thread */
+        number = (unsigned long)PyThreadState_GetID(state);
+      }
+      return number;
+    }
+
+    /* Finds a thread by its number or, if that is 0, by its ident. The GIL keeps the thread from ending. */
+    static PyThreadState* ncclpy_find_thread(unsigned long number, unsigned long ident) {
+      PyThreadState* state = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+      for (; state != NULL; state = PyThreadState_Next(state))
+        if (number != 0 ? (unsigned long)PyThreadState_GetID(state) == number : state->thread_id == ident) break;
+      return state;
+    }
+    """
+    ctypedef struct PyThreadState:
+        unsigned long thread_id
+    unsigned long ncclpy_this_thread() nogil
+    PyThreadState* ncclpy_find_thread(unsigned long number, unsigned long ident)
+    unsigned long PyThreadState_GetID(PyThreadState*)
+    int PyThreadState_SetAsyncExc(unsigned long ident, PyObject* kind)
 
 cdef extern from * nogil:
     int __atomic_add_fetch(int*, int, int)
@@ -193,7 +223,29 @@ cdef void name_this_thread(const char* name) noexcept nogil:
 
 
 cdef unsigned long this_thread() noexcept nogil:
-    return pthread_self()
+    return ncclpy_this_thread()
+
+
+def number_of_this_thread():
+    """Return `this_thread` for Python code."""
+    return ncclpy_this_thread()
+
+
+def number_of_thread(unsigned long ident):
+    """Return the number of the thread that has an ident of `threading`, 0 if there is none."""
+    cdef PyThreadState* state = ncclpy_find_thread(0, ident)
+    return 0 if state == NULL else PyThreadState_GetID(state)
+
+
+def set_exception(unsigned long number, object kind):
+    """Set the asynchronous exception of a thread, or clear it if `kind` is None; return whether the thread was found.
+
+    In one step under the GIL: the thread can neither end in between, nor can another one get its ident.
+    """
+    cdef PyThreadState* state = ncclpy_find_thread(number, 0)
+    if state == NULL:
+        return False
+    return PyThreadState_SetAsyncExc(state.thread_id, NULL if kind is None else <PyObject*>kind) != 0
 
 
 cdef int begin_thread(object function) except -1:

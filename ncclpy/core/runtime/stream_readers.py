@@ -17,8 +17,8 @@ __all__ = ["note_delivery", "raise_at_end", "raise_in_readers"]
 
 #: By the number of a thread (`wait.this_thread`: idents are given to later threads, which have read nothing): the
 #: errors that are set in it and not raised yet. With each error are kept the threads that have been told of the same
-#: failure. CPython holds only one exception for a thread, which stands for all of these errors, see `_raised_as`. Under
-#: the lock.
+#: failure. CPython holds only one exception for a thread, which stands for all of these errors, see `_raised_as`.
+#: Under the lock.
 _pending: dict[int, list[tuple[set[int], BaseException]]] = {}
 
 #: The errors for threads that are in a block of `raise_at_end`, by their numbers; under the lock.
@@ -55,8 +55,8 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
     """Have an error raised in threads, given by their numbers.
 
     Some threads have ended, and Python has not started some others, such as torch's threads for backward passes: in
-    their place the error is raised in `maker`, the thread that has made the group, or in the main thread if `maker` has
-    ended or is not known (0).
+    their place the error is raised in `maker`, the thread that has made the group, or in the main thread if `maker`
+    has ended or is not known (0).
 
     Parameters
     ----------

@@ -70,8 +70,9 @@ cdef extern from *:
     #include <limits.h>
 
     static unsigned long ncclpy_this_thread(void) {
-      static __thread unsigned long number = 0;
-      if (number == 0) {
+      /* The model saves a call of the loader, and ncclpy is loaded by dlopen: such variables must be few and small. */
+      static __thread unsigned long number __attribute__((tls_model("initial-exec"))) = 0;
+      if (__builtin_expect(number == 0, 0)) {
         PyThreadState* state = PyGILState_GetThisThreadState();
         if (state == NULL) return ULONG_MAX; /* Python does not know the thread */
         number = (unsigned long)PyThreadState_GetID(state);

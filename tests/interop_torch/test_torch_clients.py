@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -16,26 +17,24 @@ from torch_clients import CLIENTS, ON_GPUS
 import testing
 
 
-def torchrun(*command, folder, restarts=0):
-    """Run a program of tests/support in two ranks; return what it has printed."""
-    options = ["--nproc-per-node", 2, "--max-restarts", restarts, "--master-port", free_port()]
+def run(program, *arguments, folder, launcher=(), **environment):
+    """Run a program of tests/support; return what it has printed."""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *map(str, options),
-            SUPPORT / command[0],
-            *map(str, command[1:]),
-        ],
+        [sys.executable, *map(str, launcher), SUPPORT / program, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=150,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": testing.with_support(), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": testing.with_support(), **environment},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def torchrun(*command, folder, restarts=0):
+    """Run a program of tests/support in two ranks; return what it has printed."""
+    options = ["--nproc-per-node", 2, "--max-restarts", restarts, "--master-port", free_port()]
+    return run(*command, folder=folder, launcher=["-m", "torch.distributed.run", *options], HF_HUB_OFFLINE="1")
 
 
 def line_of(output, head):
@@ -87,3 +86,23 @@ def test_training_whose_rank_is_killed_continues_from_its_checkpoint_in_new_proc
         found[killed_in] = line_of(output, "TRAINED ").split()
     assert found[5][:2] == ["1", "5"]  # the second attempt, from the step that the first one did not end
     assert found[-1][:2] == ["0", "0"] and found[5][2] == found[-1][2]
+
+
+@pytest.mark.launchers
+@pytest.mark.timeout(320)
+def test_training_of_ray_whose_worker_is_killed_continues_from_its_checkpoint_in_new_workers(extension, tmp_path):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs ray")
+    if not any(each.name == "ncclpy" for each in importlib.metadata.entry_points(group="torch.backends")):
+        pytest.skip("needs ncclpy as pip installs it: Ray's workers import nothing of the program")
+    testing.need_processes(2)
+    found = {}
+    for backend, killed_in in (("ncclpy", 3), ("nccl" if ON_GPUS else "gloo", -1)):
+        folder = tmp_path / backend
+        folder.mkdir()
+        environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        output = run("ray_training.py", backend, folder, killed_in, folder=folder, **environment)
+        found[backend] = line_of(output, "TRAINED ").split(maxsplit=1)
+    (resumed, losses), (begun, expected) = found.values()
+    assert 1 <= int(resumed) <= 3 and int(begun) == 0  # Ray keeps a checkpoint some time after it was reported
+    assert losses == expected

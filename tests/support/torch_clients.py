@@ -1,4 +1,4 @@
-"""Programs of Accelerate, Lightning, Fabric, transformers and torchmetrics, as their users write them.
+"""Programs of Accelerate, DeepSpeed, Lightning, Fabric, transformers and torchmetrics, as their users write them.
 
 torchrun --nproc-per-node N torch_clients.py CLIENT BACKEND FOLDER: rank 0 prints the numbers that it has computed, as
 JSON. Over two backends they are equal.
@@ -212,6 +212,52 @@ def torchmetrics(backend: str, folder: Path, mode: str) -> list[Any]:
     return [*(metric.compute().tolist() for metric in metrics), dist.get_backend()]
 
 
+def deepspeed(backend: str, folder: Path, mode: str) -> list[Any]:
+    """Train with ZeRO: accumulated and clipped gradients, a checkpoint, and a step after it has been loaded."""
+    if not ON_GPUS:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed as deepspeed_package
+    from deepspeed import comm
+
+    deepspeed_package.init_distributed(dist_backend=backend)
+    rank, device = dist.get_rank(), torch.device("cpu")
+    if ON_GPUS:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    model = made_model()
+    engine, *_ = deepspeed_package.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": int(mode.removeprefix("zero"))},
+        },
+    )
+    generator = torch.Generator().manual_seed(5 + rank)
+    found: list[Any] = []
+
+    def step() -> None:
+        inputs = torch.randn(8, 16, generator=generator).to(device)
+        targets = torch.randint(0, 4, (8,), generator=generator).to(device)
+        loss = nn.functional.cross_entropy(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        comm.all_reduce(total)
+        found.append(total.item())
+
+    for _ in range(STEPS):
+        step()
+    engine.save_checkpoint(str(folder))
+    engine.load_checkpoint(str(folder))
+    for _ in range(2):
+        step()
+    return [*found, dist.get_backend()]
+
+
 CLIENTS = {
     "accelerate-ddp": accelerate,
     "accelerate-fsdp2": accelerate,
@@ -219,6 +265,10 @@ CLIENTS = {
     "fabric-ddp": fabric,
     "transformers-ddp": transformers,
     "torchmetrics-none": torchmetrics,
+    "deepspeed-zero0": deepspeed,
+    "deepspeed-zero1": deepspeed,
+    "deepspeed-zero2": deepspeed,
+    "deepspeed-zero3": deepspeed,
 }
 
 

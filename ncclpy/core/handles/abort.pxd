@@ -6,7 +6,7 @@ from ncclpy.core.runtime.wait cimport Call
 # Register a communicator that is made in this process.
 cdef int note_local_peer(Handle handle) except -1
 
-# The communicator's other ranks in this process, as far as their handles exist: its local peers.
+# The communicator's local peers: its other ranks in this process that still have a handle.
 cdef list local_peers_of(Handle handle)
 
 # Note in the local peers of a communicator that it was aborted.
@@ -15,18 +15,19 @@ cdef int mark_local_peer_aborted(Handle handle) except -1
 # The error for operations of local peers when this communicator is aborted.
 cdef object error_of_local_peer(Handle handle)
 
-# Have the local peers count no operation that ends from now on as successful: called in the aborting thread, before
-# the communicator is aborted.
+# Fence the local peers: from now on they count no operation that ends as successful. The aborting thread calls this
+# before it aborts the communicator.
 cdef int fence_local_peers(Handle handle) except -1
 
-# Whether NCCL frees `handle` when all of `aborted` are aborted, and can close its connections before.
+# Whether NCCL frees `handle` when all of `aborted` are aborted, and can close the connections of `handle` before that.
 cdef bint is_freed(Handle handle, list aborted) except -1
 
-# Note that the end of a communicator waits only for its local peers; and that this end is over.
+# Note that a close, which runs as `call`, now waits only for local peers and is left behind in its thread; and forget
+# the close when it has ended.
 cdef int note_ending(Handle handle, Call call) except -1
 cdef int forget_ending(Call call) except -1
 
-# The calls that end local peers and for which no caller waits any more, as (handle, call).
+# The closes from `note_ending` of this communicator and its local peers, as (handle, call).
 cdef list endings_of(Handle handle)
 
 # Seconds that an abort may take before it is left behind.
@@ -51,12 +52,12 @@ cdef int end_quietly(list threads, object reason, object error) except -1
 # Begin an abort where another exception is raised to the caller; failures to begin are dropped.
 cdef list begin_quietly(list handles, object reason)
 
-# End the work of a call for which no thread waits any longer; `children` are the communicators that it makes. The call
-# may be None.
+# End the work of a call for which no thread waits any longer; `children` are the communicators that the call makes.
+# `call` may be None.
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1
 
-# Abort what was made by a call for which no thread has waited. `called`: the call has returned; otherwise it may still
-# run.
+# Abort the communicators in `handles` that NCCL has made in a call for which no thread has waited. `called`: the call
+# has returned; otherwise it may still run.
 cdef int abort_late(list handles, object reason, bint called=*) except -1
 
 # Deregister the ranges of a communicator, under its lock, before it is destroyed or aborted.
@@ -68,5 +69,6 @@ cdef int destroy_graphs(Handle handle) except -1
 # All communicators that must be aborted to end this one, itself included.
 cdef list tied(Handle handle)
 
-# Whether NCCL has made a communicator although its group failed: then this takes the handle over, to be aborted.
+# Whether NCCL has made a communicator although its group failed. If so, store NCCL's pointer in the handle, so that
+# the communicator can be aborted.
 cdef bint is_stray(Handle handle) noexcept

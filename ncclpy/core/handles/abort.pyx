@@ -1,4 +1,4 @@
-"""Aborts; the ranks of one communicator in one process, which end together; the status of a rank.
+"""Aborts of communicators, what they mean for local peers, and the status of a rank.
 
 NCCL requires that no thread is in a call on a communicator when it is aborted; for a blocking communicator
 ncclCommAbort does not wait for such a thread. So an abort first makes the call return: a communicator with a deadline
@@ -7,8 +7,9 @@ guard ends what is stuck on the device and makes a stuck call return; then the l
 itself can be aborted. Without a guard NCCL cannot make the call return: the stuck thread is left behind with its
 communicator. The host engine's abort needs no guard to make the call return.
 
-A call returns when NCCL has accepted it. ncclpy learns when its operation ends if a thread waits for the data, as for
-all arrays in CPU memory, or if the communicator has a deadline: then each operation has a mark, two events around it.
+A call returns when NCCL has accepted the operation, before the operation ends. ncclpy learns of the end in two cases:
+a thread waits for the data, as for all arrays in CPU memory; or the communicator has a deadline, and each of its
+operations a mark, two events around the operation.
 """
 
 import logging
@@ -45,9 +46,9 @@ from ncclpy.errors import attach, same_class_as
 cdef double _END_PATIENCE = 0.01
 cdef double _POLL_INTERVAL = 0.0005
 
-# Both change under the GIL alone, in one step each.
+# Both are guarded by the GIL: each change is one step.
 cdef dict _local_handles = {}  # a weak reference to each communicator of this process, by its address
-cdef list _endings = []  # of (handle, call)
+cdef list _endings = []  # closes that wait only for local peers, see `note_ending`: (handle, call)
 
 
 cdef int note_local_peer(Handle handle) except -1:
@@ -207,7 +208,10 @@ cdef bint _has_failed(ncclResult_t result) noexcept nogil:
 
 
 cdef bint _is_gone(ncclResult_t result) noexcept nogil:
-    """Whether a concurrent close has just destroyed the handle, which `Handle.raw` keeps until then (host engine)."""
+    """Whether a concurrent close has destroyed the communicator before it took the pointer from the handle.
+
+    Only on the host engine does a close leave `Handle.raw` set until the communicator is destroyed.
+    """
     return abort_preempts and result == ncclInvalidArgument
 
 
@@ -231,8 +235,8 @@ cdef void _abort_guard(_Target* target) noexcept nogil:
 cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
     """Deregister the ranges of a communicator that is about to be destroyed or aborted; under its lock.
 
-    On the host engine do nothing: it needs no peer to deregister, and may be stuck in a call that its abort makes
-    return.
+    On the host engine do nothing: a deregistration there needs no peer, and the communicator may be stuck in a call
+    that only its abort makes return.
     """
     cdef size_t count
     cdef Range* taken
@@ -243,7 +247,7 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
 
 
 cdef void _drop_ranges(_Target* target, double until) noexcept nogil:
-    """Call `drop_ranges` for an abort, before its NCCL group begins: within a group NCCL would defer a part of it."""
+    """Call `drop_ranges` for an abort, before its NCCL group begins: in a group NCCL defers some of the work."""
     cdef void* handle = target.handle
     cdef bint needs_no_lock = (<Handle>handle).nonblocking
     if not target.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if needs_no_lock else CALL_PATIENCE)):
@@ -253,7 +257,7 @@ cdef void _drop_ranges(_Target* target, double until) noexcept nogil:
 
 
 cdef void _abort_one(_Target* target, double until) noexcept nogil:
-    """Take the handle away and abort it, unless a thread is in a call on it that cannot be made to return."""
+    """Take the communicator out of its handle and abort it; leave it if a thread is in a call that cannot be ended."""
     cdef void* handle = target.handle
     cdef ncclComm_t raw
     # NCCL itself waits for the background job of a nonblocking communicator.
@@ -270,7 +274,9 @@ cdef void _abort_one(_Target* target, double until) noexcept nogil:
 
 
 cdef ncclResult_t _abort_all(_Target* targets, size_t count, bint guards, char** words) noexcept nogil:
-    """Abort each, several in one NCCL group, and tell the hooks of those that have ended; return the group's result.
+    """Abort the targets or their guards, several in one NCCL group, and return the group's result.
+
+    The pre-call hooks of communicators that have ended are told.
 
     The GIL is not taken: a thread that frees memory may hold it while it waits for the last communicator that uses the
     memory.
@@ -405,7 +411,7 @@ cdef class _Abort(Call):
         return 0
 
     cdef bint _tell(self) except -1:
-        """Tell the other ranks first: an abort may complete their operations with wrong data.
+        """Tell the other ranks before the abort, which may complete their operations with wrong data.
 
         Return False if the process ends meanwhile, in which case the other ranks cannot be told any more.
         """
@@ -431,7 +437,7 @@ cdef class _Abort(Call):
                     handle.peer_status.confirm()
             except BaseException as error:
                 self.failures.append(error)
-        # Only after the loop above: another rank that aborts the same communicators, perhaps in another order, waits
+        # Wait only after the loop above: another rank may abort the same communicators in another order, and wait
         # until this rank has confirmed for each.
         for handle in self.handles:
             try:
@@ -497,7 +503,7 @@ cdef list begin_abort(list handles, object reason):
             alive.append(handle)
     if not alive:
         return []
-    for handle in list(alive):  # also local peers with a close that would wait for an aborted rank
+    for handle in list(alive):  # also abort local peers that are being closed: a close would wait for an aborted rank
         alive += [each for each, _ in endings_of(handle) if (<Handle>each).guard != NULL and each not in alive]
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
     threads = [_Abort(together) for together in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
@@ -509,7 +515,7 @@ cdef list begin_abort(list handles, object reason):
 
 
 cdef int _raise_in_readers(Handle handle, object error, set informed) except -1:
-    """Raise an error in the threads that read a communicator's results by streams and are not told yet."""
+    """Raise an error, once for each communicator, in the threads that read its results by streams."""
     if handle.abort_state.readers_told or handle.in_flight.marks == NULL:
         return 0
     handle.abort_state.readers_told = True
@@ -522,11 +528,11 @@ cdef int _raise_in_readers(Handle handle, object error, set informed) except -1:
 
 
 def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
-    """Wait, for `seconds` at most, until a communicator that is being made has a handle to abort.
+    """Wait, for `seconds` at most, until NCCL has provided the `ncclComm_t` of a communicator that is being made.
 
-    NCCL provides the handle when the init call has returned: for a communicator without a deadline, when all ranks
-    have joined. The host engine provides it as soon as the call has begun. A handle that arrives later is aborted by
-    the thread that has made the call.
+    Before that there is nothing to abort. NCCL provides it when the init call has returned: for a communicator without
+    a deadline, when all ranks have joined. The host engine provides it as soon as the call has begun. If it arrives
+    later, the thread that has made the call aborts the communicator.
     """
     cdef double deadline = deadline_after(seconds)
     while handle.state == DEFERRED and now() < deadline:
@@ -539,7 +545,7 @@ def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
 def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLINE):
     """Abort a communicator for an error that another rank has reported; its calls raise that class from now on.
 
-    A communicator that is being made is aborted as soon as it has a handle, or after `seconds`.
+    If the communicator is being made, first wait for its `ncclComm_t`, see `await_init`.
     """
     cdef bint made = handle.state != DEFERRED
     await_init(handle, seconds)
@@ -548,7 +554,7 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     handle.abort_state.error = error
     handle.status.idle_at_end = not handle.waiters and handle.in_flight.call_since == 0
     text = str(error)
-    if made:  # else no operation was made on it
+    if made:  # else no operation has been called on it
         note_failure([handle], error)
         _add_call_site(handle, error)
     begin_abort(tied(handle), text)
@@ -656,7 +662,7 @@ cdef int abort_late(list handles, object reason, bint called=True) except -1:
 cdef class _Ending(Call):
     """Wait for an aborted call that no other thread waits for, and abort what it has made.
 
-    This is done in a thread of its own, so that a second Ctrl-C ends only the wait for it.
+    A thread of its own does this, so that a second Ctrl-C ends only the wait for that thread.
     """
 
     cdef Call call
@@ -674,7 +680,10 @@ cdef class _Ending(Call):
 
 
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1:
-    """End the work of a call for which no thread waits any longer; leave behind what cannot be ended, and the call."""
+    """End the work of a call for which no thread waits any longer.
+
+    If one of its communicators cannot be ended, that communicator and the call are left behind.
+    """
     cdef Handle handle
     cdef _Ending ending = None
     endable, unendable = [], []
@@ -769,7 +778,7 @@ cdef int _read_status(Handle handle, Operation* what, double* since, long long a
     if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.status.failing:
         handle.update_unfinished()
     if not lock_within(&handle.mutex, now() + MARKS_PATIENCE):
-        if handle.status.failing and not broken and handle.status.unfinished_since != 0:  # its abort holds the lock
+        if handle.status.failing and not broken and handle.status.unfinished_since != 0:  # an abort holds the lock
             what[0], since[0] = handle.status.unfinished, handle.status.unfinished_since
             return WITHIN
         while True:  # a stuck call holds the lock: what it has noted stays; read it until two reads agree
@@ -787,7 +796,7 @@ cdef int _read_status(Handle handle, Operation* what, double* since, long long a
         what[0], since[0] = handle.status.latest, handle.status.began
     within = handle.waiters or handle.in_flight.call_since != 0
     within = within or ((handle.status.failing or handle.state == ABORTED) and not handle.status.idle_at_end)
-    # A call that an abort has made return has set its mark, and its operation has not run.
+    # If an abort has made the last call return, the call's mark is over, but its operation has not run.
     within = marked != NULL or (within and (broken or not handle.status.marked or handle.status.unissued))
     handle.unlock()
     if since[0] == 0:
@@ -807,8 +816,8 @@ cdef double LATE_PATIENCE = 1.0
 
 cdef list tied(Handle handle):
     """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
-    may_have_cell = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
-    if may_have_cell and handle.raw == NULL and abort_preempts:
+    may_have_new_comm = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
+    if may_have_new_comm and handle.raw == NULL and abort_preempts:
         handle.take_new_comm()  # the host engine may have written the communicator, in a call of another thread
         if handle.init_state.init_args.new_comm != NULL:
             handle.init_state.stage = INIT_POLLED
@@ -819,7 +828,7 @@ cdef list tied(Handle handle):
 
 
 cdef bint _is_in_parent(Handle handle) noexcept:
-    """Return whether it is a child that NCCL makes through its parent, without a handle so far."""
+    """Return whether NCCL makes a communicator through its parent and has provided no `ncclComm_t` yet."""
     return handle.init_state is not None and handle.init_state.stage == INIT_IN_PARENT
 
 
@@ -831,10 +840,10 @@ cdef bint is_stray(Handle handle) noexcept:
 
 
 cdef bint _adopt_late_handle(Handle handle, bint called) except -1:
-    """Take over the handle that NCCL has made meanwhile for a communicator that was aborted during initialisation.
+    """Take over the `ncclComm_t` that NCCL has made for a communicator after it was aborted during initialisation.
 
-    No thread polls for the handle any more, so it would leak. `called`: the call that makes the communicator has
-    returned, although no thread has waited for it.
+    No thread polls any more, so the `ncclComm_t` would leak. `called`: the call that makes the communicator has
+    returned, although no thread has waited for it. Return whether there is something to abort.
     """
     cdef bint taken
     if handle.state != ABORTED or handle.init_state is None:

@@ -12,8 +12,9 @@ from ncclpy.core.runtime.wait cimport Waiting
 cdef class FailureListener:
     # A communicator or a process group of `nranks` ranks is being made, in which this process is rank `rank`.
     cpdef int note_rank(self, int nranks, int rank) except -1
-    # An operation has failed or, if `ended`, a process group has ended by the error. With `wait` it is called in the
-    # thread that raises the error, under no lock; without, in any thread, and must not block.
+    # An operation has failed or, if `ended`, a process group has ended by the error. With `wait` the method is called
+    # in the thread that raises the error, which holds no lock; without `wait` it is called in any thread, and must not
+    # block.
     cpdef int failed(self, object error, bint wait, bint ended=*) except -1
     # An error is about to end the process: wait, for a bounded time, until what was reported is written.
     cpdef int finish(self) except -1
@@ -25,7 +26,8 @@ cpdef int set_listener(FailureListener new) except -1
 # Report an operation's error to the listener, if it is NcclTimeout or NcclRemoteError.
 cdef int report_failure(object error, bint wait=*) except -1
 
-# Between these two calls the calling thread reports nothing: their caller reports the outcome. They nest.
+# Between these two calls `report_failure` does nothing in the calling thread: the caller reports the outcome itself.
+# The calls nest.
 cdef void suppress_reports() noexcept nogil
 cdef void resume_reports() noexcept nogil
 cdef bint reports_suppressed() noexcept nogil
@@ -45,8 +47,8 @@ cdef class PeerStatusHook:
     cpdef int tell(self, str text, str kind) except -1
     cpdef int confirm(self) except -1
     cpdef bint wait_until_heard(self) except -1
-    # Whether another rank has ended the communicator; called before a result is handed out. The other ranks' store is
-    # asked only if this process may have been stopped, and so missed their notice.
+    # Whether another rank has ended the communicator; called before a result is handed out. The store is asked only if
+    # this process may have been stopped (SIGSTOP): only then can it have missed what the other ranks told it.
     cpdef bint has_ended(self) except -1
     # `leave` begins to tell the other ranks that this rank gives the communicator up;
     # `wait_until_left` waits until they are told.
@@ -110,9 +112,11 @@ cdef int note_hook_abort(object handle) except -1
 cdef class CallTracer:
     # The Python call site of this thread, for `begin`: a group's operations are recorded before NCCL is called.
     cdef object here(self)
-    # Before a call: its result is passed to `end`. Both run in the calling thread, under none of ncclpy's locks.
+    # Called before a call of NCCL; what it returns is passed to `end` as `noted`. Both run in the calling thread,
+    # under none of ncclpy's locks.
     cdef object begin(self, Handle handle, const Operation* operation, object here)
-    # After the call: `done` if its data have been waited for; otherwise the operation still runs on its stream.
+    # Called after the call of NCCL. `done`: the operation's data have been waited for; otherwise it may still run on
+    # its stream.
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1
     # What `begin` has returned for an operation, None if that is not known any more.
     cdef object find(self, Handle handle, const Operation* operation)
@@ -132,14 +136,15 @@ cdef enum:
     SLICE_OVER = -4
     LOCK_BUSY = -5
 
-# Why operations are not finished.
+# Values of `CallStatus.failing`: why operations are not finished.
 cdef enum:
     LATE = 1  # a deadline has passed, and the last operation has not ended
     BROKEN = 2  # something has failed: the last operation has ended without a result
 
 # Values of `Handle.trust`, see engine.work: whether an operation that ends counts as successful. TRUSTED: always.
-# FENCED: never again. Any other value is what `engine.work.stops`, the number of times that this process was stopped,
-# was when the other ranks were last asked: operations count as successful until the process is stopped again.
+# FENCED: never again. Any other value is a number of stops: operations count as successful while it equals the number
+# of times that this process was stopped (`engine.work.stops`). After a further stop the store is asked whether the
+# communicator has ended; if it has not, the new number is stored.
 cdef enum:
     TRUSTED = -1
     FENCED = -2
@@ -147,29 +152,29 @@ cdef enum:
 
 cdef class Handle:
     cdef int state  # changed by `become` alone
-    cdef bint was_ready  # NCCL has made it
+    cdef bint was_ready  # it is READY or was at some time
     cdef int trust  # TRUSTED, FENCED or a number of stops
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # its abort ends this communicator's calls; NULL if there is none
     cdef bint guard_aborted  # since then nothing that NCCL does for this communicator waits for another rank
     cdef mutex_t mutex
-    cdef mutex_t gate  # see detach_handle
+    cdef mutex_t gate  # held to ask NCCL about `raw` or `guard`, and to remove them from the handle
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
-    cdef bint owned
-    cdef bint revoked  # or about to be: operations on it may never end
+    cdef bint owned  # ncclpy has made it and destroys it; False for `Communicator.from_handle`
+    cdef bint revoked  # revoked, or about to be: operations on it may never end
     cdef readonly int rank
     cdef readonly int nranks
     cdef readonly int device
     # Waits.
     cdef bint returns_when_made  # init, split and similar calls return only when NCCL is done
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
-    cdef Waiting* first_wait  # the waits under way, the newest first; by the GIL
+    cdef Waiting* first_wait  # the waits under way, the newest first; guarded by the GIL
     cdef int waiters  # waits under way or about to begin; a close waits until it is 0
     cdef bint main_is_waiting  # the main thread waits, so a signal handler may run on top of that wait
     # The communicator's other ranks in this process.
-    cdef bint freed_alone  # an abort of this rank alone frees it (`abort.is_freed`); for threads without the GIL
+    cdef bint freed_alone  # result of `abort.is_freed` for this rank alone, for threads without the GIL
     cdef bint fenced  # one of them is about to be aborted: an operation that ends from now on is no success
-    cdef int engine_failed  # a call of the engine has failed: the engine makes no other on this communicator
+    cdef int engine_failed  # atomic: a call from a launch has failed; launches make no other call on this communicator
     cdef AbortState abort_state
     cdef InFlight in_flight
     # The pre-call hook, or NULL, and the object that owns its memory; both stay as long as this handle.
@@ -211,7 +216,8 @@ cdef class Handle:
     cdef ncclComm_t detach_handle(self) noexcept nogil
     # The guard, NULL if there is none or it was taken. With `take` it is removed from the handle.
     cdef ncclComm_t guard_handle(self, bint take) noexcept nogil
-    # Around a call of NCCL under the lock, for the watchdog; `enter_call` marks the stream as well, `enter` does not.
+    # Called under the lock before (`enter` or `enter_call`) and after (`leave_call`) a call of NCCL, so that the
+    # watchdog sees how long the call takes. `enter_call` also marks the operation on its stream.
     cdef void enter(self, double limit) noexcept nogil
     # `thread` is the thread for which the calling thread makes the call; 0 if it makes the call for itself.
     cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
@@ -221,7 +227,8 @@ cdef class Handle:
     cdef void note(self, const Operation* operation) noexcept nogil
     cdef int note_arrival(self, const Operation* operation) except -1
 
-    # Ask NCCL once about the communicator, see `watch.poll_once` for one that may still be made.
+    # Ask NCCL once for the state of a communicator that is made; `watch.poll_once` also asks about one that is being
+    # made.
     cdef ncclResult_t peek(self) noexcept nogil
     cdef int read_properties(self) except -1
     # The communicator to ask why this one failed, and NCCL's message for the error that polling has found; or NULL.
@@ -248,14 +255,15 @@ cdef class Handle:
     cdef int explain(self, object error) except -1
     # Note in `status` the first operation that the device has not ended: an abort ends it without executing it.
     cdef void update_unfinished(self) noexcept nogil
-    # Called before an abort, with the GIL: note in each wait whether its stream has run dry by now, and so has valid
-    # data; return whether all have.
+    # Called before an abort, with the GIL: note in each wait whether its stream has run dry by now, so that its data
+    # are valid. Return False if a stream has not run dry, and the caller should ask again.
     cdef bint note_drained_waits(self) noexcept
     # The threads that have begun an operation which the device has not ended, and that are in no call on the
     # communicator.
     cdef set readers(self)
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil
-    # Note that the calling thread is about to raise the communicator's error: as a reader it must not get it again.
+    # Note that the calling thread is about to raise the communicator's error, so that the error is not also set in the
+    # thread as in one that reads by a stream.
     cdef int note_informed(self) except -1
 
     # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the

@@ -1,8 +1,8 @@
 """A communicator's handle: its state, its locks, its NCCL handles, and its observers.
 
-A `Handle` holds the communicator's ncclComm_t, its guard (see `state`), and the parent through which NCCL still makes
-it. Initialisation, waits, aborts and the end of a communicator are in modules that are built on this one; this module
-waits for no other rank and ends nothing.
+A `Handle` holds the communicator's ncclComm_t, its guard (see `state`), and the parent through which NCCL makes the
+communicator, if there is one. Initialisation, waits, aborts and the end of a communicator are in modules that are
+built on this one; this module waits for no other rank and ends nothing.
 
 NCCL requires that calls on one communicator are serialised, including `ncclCommGetAsyncError`, which may complete a
 group job. So callers and pollers take the communicator's lock, always without the GIL.
@@ -160,7 +160,7 @@ cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
 
 
 cdef void record_behind_call(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
-    """Record an event behind what the call has issued, even if it failed; report a captured call instead."""
+    """Record an event behind what the call has issued, even if it failed; if it was captured, only tell the hook."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef bint entered = <size_t>stream <= 2  # a default stream stands for a stream of the current context
@@ -262,7 +262,7 @@ cdef double MARKS_PATIENCE = 0.002
 # MARKS_PATIENCE, because a thread that is missed would read data that the abort has left incomplete.
 cdef double READERS_PATIENCE = 1.0
 
-# The most threads that read results of one communicator by streams and get its error.
+# The largest number of threads that get a communicator's error because they read its results by streams.
 cdef enum:
     MOST_READERS = 64
 
@@ -412,13 +412,13 @@ cdef class Handle:
         return 0
 
     cdef ncclResult_t peek(self) noexcept nogil:
-        """Ask NCCL once for the communicator's state, even during a call; return ncclSuccess if the state is not known.
+        """Ask NCCL once for the communicator's state; return ncclSuccess while NCCL works or the state is not known.
 
-        For a blocking communicator NCCL only reads a word. For a nonblocking one it may complete a job: the state is
-        not known while a call is under way.
+        A blocking communicator can be asked even during a call: NCCL only reads a word. For a nonblocking one NCCL may
+        complete a job, which needs the lock: its state is not known during a call.
         """
         cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
-        # FINALIZED: a close may wait for an operation that never ends.
+        # Also if FINALIZED: a close may wait for an operation that never ends because the communicator has failed.
         if (self.state != READY and self.state != FINALIZED) or nccl.ncclCommGetAsyncError == NULL:
             return ncclSuccess
         if self.nonblocking and mutex_trylock(&self.mutex) != 0:
@@ -470,7 +470,7 @@ cdef class Handle:
         return self.guard != NULL or self.nonblocking or abort_preempts
 
     cdef int check_endable(self, object what) except -1:
-        """Refuse a deadline for one operation if NCCL could not end it; on the host engine too, which could."""
+        """Refuse a deadline for one operation if NCCL could not end it; the host engine could, and refuses it too."""
         if self.guard == NULL and not self.nonblocking:
             raise ValueError(
                 f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
@@ -515,7 +515,7 @@ cdef class Handle:
         return NcclAborted(what if self.abort_state.reason is None else f"{what} ({self.abort_state.reason})")
 
     cdef object timeout_error(self, object what, double waited):
-        """Return the exception for a deadline that has passed; call it before the abort: it asks for missing ranks."""
+        """Return the exception for a passed deadline; call this before the abort, to learn which ranks are missing."""
         if self.state == INITIALISING and self.init_state.stage == INIT_IN_PARENT:
             missing = missing_ranks(self.error_source())
             missing += ". " if missing else ""
@@ -546,7 +546,7 @@ cdef class Handle:
             return 0
         if reports_suppressed():  # the caller that suppresses them reports the outcome
             return 0
-        # The ranks are asked only once, so not for a local error that leaves the communicator usable.
+        # The ranks can be asked only once: not for a local error that leaves the communicator usable.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
             note_failure([self], error)
             self.peer_status.explain(error)
@@ -604,7 +604,8 @@ cdef class Handle:
         cdef size_t count = 0
         cdef double until = now() + READERS_PATIENCE
         cdef bint locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
-        while not locked and not self.in_flight.marks.open and now() < until:  # the owner may just be descheduled
+        # Without an open mark no marked call is stuck: the lock's owner may just be descheduled.
+        while not locked and not self.in_flight.marks.open and now() < until:
             locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
         # A thread that is stuck in a call holds the lock. It adds no mark before it returns, and no thread adds one
         # after an abort has begun: the marks can be read without the lock.

@@ -8,13 +8,13 @@ from ncclpy.core.arguments.operation cimport InitArgs, Operation
 # States of a communicator. Only in READY may operations be called without a further check.
 cdef enum:
     READY = 0
-    DEFERRED = 1  # the init call was not made yet, for example as its group has not ended, or has not returned
-    INITIALISING = 2  # the init call has returned; NCCL may still be making it
+    DEFERRED = 1  # the init call has not returned, or is not made yet, for example because its group has not ended
+    INITIALISING = 2  # the init call has returned; NCCL may still be making the communicator
     FAILED = 3
     ABORTED = 4
     CLOSED = 5
     FINALIZED = 6
-    SUSPENDED = 7  # or about to be
+    SUSPENDED = 7  # suspended, or about to be
 
 
 cdef inline bint is_over(int state) noexcept nogil:
@@ -83,8 +83,8 @@ cdef struct OpEventRing:
     size_t capacity
     size_t first
     size_t count
-    size_t open  # marks that are open: while there are any, no mark is moved or dropped to make space
-    bint captured  # an operation went into a CUDA graph of the program, and has no mark
+    size_t open  # number of open marks: unless it is 0, no mark is moved or dropped to make space
+    bint captured  # the program has captured an operation in a CUDA graph of its own; such an operation has no mark
     CUcontext context
 
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil
@@ -122,8 +122,8 @@ cdef struct CallStatus:
     bint is_noting  # each call is noted: the other ranks can ask
     Operation latest  # the last call; guarded by the mutex
     double began  # when `latest` was made; guarded by the mutex
-    long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; by the GIL
-    double ended  # when these data were there; by the GIL
+    long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; guarded by the GIL
+    double ended  # when these data were there; guarded by the GIL
     bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
     bint marked  # the last call, or its group, has a mark; guarded by the mutex
     # The first operation that the device had not ended when the marks were last read; when it was made, 0 if none.
@@ -137,12 +137,12 @@ cdef struct CallStatus:
 cdef class AbortState:
     cdef object reason
     cdef object error  # the exception with the reason, for later calls
-    cdef list threads  # of the last abort; None before one
+    cdef list threads  # the threads (`_Abort`) that make the last abort; None before any abort
     cdef str failed_as  # class name of the error that has failed the communicator, or None
     cdef bint peer_aborted  # one of its other ranks in this process was aborted
-    cdef object peer_error  # the error of an operation that such an abort has ended
-    cdef bint readers_told  # threads that read its results by streams have its error, or get it from a process group
-    cdef set informed  # the threads that have been told that it has ended
+    cdef object peer_error  # the error for an operation that the abort of such a rank has ended
+    cdef bint readers_told  # threads that read its results by streams have its error, or a process group tells them
+    cdef set informed  # numbers of the threads in which the error of its end was raised or set
 
 
 cdef struct Range:
@@ -158,7 +158,7 @@ cdef class Registrations:
     cdef Range* ranges
     cdef size_t count
     cdef size_t capacity
-    cdef dict buffers  # that NCCL has registered, by a number; kept until NCCL has deregistered them
+    cdef dict buffers  # the buffers that NCCL has registered, by a number; kept until NCCL has deregistered them
     cdef dict windows  # (address, end) of the symmetric windows, by the same number
     cdef long long last  # the last such number
 

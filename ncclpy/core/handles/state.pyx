@@ -14,8 +14,8 @@ The split is called in a thread of its own. NCCL splits in the background and sh
 polling thread is stuck, and an abort of the guard makes the call return.
 
 The fields `new_comm`, to which NCCL writes the handles that it makes, lie on the heap, and are freed only when NCCL
-cannot write to them any more. No thread polls by then: a polling thread holds the communicator, and the communicator
-its `InitState`.
+cannot write to them any more. No thread polls by then: a polling thread has a reference to the communicator, which has
+one to its `InitState`.
 
 Events are recorded by the thread that makes the call, directly before and after it. No other thread may touch a user's
 stream: it may be destroyed, captured, or stand for another stream in another thread. The clock of an operation starts
@@ -26,8 +26,8 @@ buffer within a registered range uses the registration of that range, and the la
 range contains only in part gets a range of its own, as in NCCL, which looks for a range that contains the whole
 buffer.
 
-A range is known by a number, not by its address: memory that was freed and allocated again is never mistaken for the
-earlier memory, unless that is still registered.
+A range is known by a number, not by its address: memory that was freed and allocated again may lie at the address of a
+range that was deregistered. Memory that is freed while it is registered is not detected.
 """
 
 from cpython.ref cimport Py_INCREF
@@ -176,7 +176,7 @@ cdef class InitState:
         if pthread_create(&thread, NULL, _split_guard, self.guard_split) == 0:
             pthread_setname_np(thread, b"ncclpy-call")
             pthread_detach(thread)
-        else:  # no more threads: call here, although this may block; otherwise it would never be made
+        else:  # no more threads: call here, although this may block; otherwise the communicator would never be made
             driver.cuCtxGetCurrent(&saved)
             _split_guard(self.guard_split)
             driver.cuCtxSetCurrent(saved)
@@ -192,7 +192,7 @@ cdef enum:
 
 
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil:
-    """Return an empty ring; NULL if memory is out."""
+    """Return an empty ring; NULL if there is no memory for it."""
     cdef OpEventRing* marks = <OpEventRing*>calloc(1, sizeof(OpEventRing))
     if marks != NULL:
         marks.context = context
@@ -426,7 +426,7 @@ cdef class Registrations:
         self.ranges[i].users -= 1
         if self.ranges[i].users > 0:
             return ncclSuccess
-        # Also if NCCL fails below: its state of this range is unknown then, so no later operation may use the range.
+        # Set also if NCCL fails below: NCCL's state of the range is unknown then, so no later operation may use it.
         gone[0] = True
         raw = self.ranges[i].raw
         self.count -= 1

@@ -12,13 +12,14 @@ cdef int end_init(Handle child, ncclResult_t result) except -1
 # Have the watchdog enforce `limit` and other deadlines of this communicator.
 cdef int enforce_limit(Handle handle, double limit) except -1
 
-# Raise unless operations may be submitted; wait for a nonblocking initialisation to end.
+# Raise unless operations may be submitted. A nonblocking initialisation is first waited for.
 cdef int check_alive(Handle handle) except -1
 
-# Wait until the communicator has left ncclInProgress. `started` is when the wait began, if that was before now.
+# Wait until the communicator has left ncclInProgress. `started` is when the wait began; by default it begins now.
 cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
 
-# Wait for what was issued on a stream. If a signal handler raises, `together` is aborted, by default [handle].
+# Wait for what was issued on a stream. If a signal handler raises, the handles in `together` (default: [handle]) are
+# aborted.
 cdef int wait_stream(Handle handle, CUstream stream, const char* what, double deadline, list together=*) except -1
 
 # The parts of `wait_stream`, for a caller that makes a call before the wait and releases the GIL once for both.
@@ -28,8 +29,8 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
 cdef int end_wait(Waiting* waiting) except -1
 
-# Raise if another rank of this process was aborted. Called before a call that waits, and again before the call's data
-# are handed out.
+# Raise if a local peer was aborted or is about to be (`Handle.fenced`); for a close never raise. Called before a call
+# that waits, and again before the call's data are handed out.
 cdef int raise_if_fenced(Handle handle, const char* what) except -1
 
 # Undo what `begin_wait` has noted in the handle. It must always be called before the memory of `waiting` is released.

@@ -113,17 +113,17 @@ cdef ncclResult_t _poll_maker(Handle handle) noexcept nogil:
 cdef int end_init(Handle child, ncclResult_t result) except -1:
     """Take over a communicator that NCCL has made or is making, without waiting.
 
-    While NCCL still makes it, this is called again once polling has found it made.
+    If NCCL is still making the communicator, this is called a second time when polling has found it made.
     """
     if child.state == READY or child.state == ABORTED:
         return 0
     if child.state == INITIALISING:
         return _note_made(child)
-    # An abort depends on this state: it is set first, and without Python code, in which a signal handler may raise.
+    # An abort depends on this state: it is set first, and not by Python code, in which a signal handler may raise.
     child.init_state.nccl_may_write = True
     child.become(INITIALISING)
-    # NCCL writes `new_comm` of a child of a nonblocking parent when the parent is done; any other one is written by
-    # now.
+    # NCCL writes `new_comm` of a child of a nonblocking parent when the parent is done. It has written `new_comm` of
+    # any other communicator by now.
     in_parent = (
         child.parent is not None and child.parent.in_background() and child.init_state.init_args.new_comm == NULL
     )
@@ -134,7 +134,7 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
         child.parent.making.append(child)
         child.parent.children.add(child)
     if child.init_state.guarded:
-        warn_of_overrides()  # again: NCCL has read its configuration file
+        warn_of_overrides()  # a second time: NCCL has read its configuration file by now
     if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.init_state.guarded):
         # A blocking communicator is made by now; a nonblocking one may still be in progress.
         if child.nranks != 0:
@@ -167,13 +167,13 @@ cdef int _note_made(Handle child) except -1:
             child.peer_status = child.parent.peer_status.of_part(child)
             child.status.is_noting = child.peer_status is not None
         except BaseException as error:  # raised by a signal handler
-            abort_and_report([child], "the call that made it did not return it", error)
+            abort_and_report([child], "the call that made it was interrupted", error)
             raise
     return 0
 
 
 cdef int enforce_limit(Handle handle, double limit) except -1:
-    """Have the watchdog enforce `limit` and other deadlines; without any it only ends stuck calls after Ctrl-C."""
+    """Have the watchdog enforce `limit` and other deadlines; if there are none, it ends stuck calls after Ctrl-C."""
     if limit < handle.in_flight.shortest_limit:
         handle.in_flight.shortest_limit = limit
         check_sooner()
@@ -471,8 +471,8 @@ cdef int wait_stream(
 cdef int refuse_nested_wait(Handle handle, const char* what) except -1:
     if handle.main_is_waiting and on_main_thread():
         raise RuntimeError(
-            f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it "
-            "itself; abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
+            f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and must not wait for that "
+            "communicator. It may call abort(), raise an exception, or set a flag on which the program acts later"
         )
     return 0
 
@@ -497,16 +497,18 @@ cdef extern from *:
         ncclpy_before.sa_handler(number);
     }
 
-    /* Installs our handler of SIGINT before the present one, unless it is installed already. */
+    /* Installs ncclpy_on_sigint, which then calls Python's handler, as the handler of SIGINT. Does nothing if it is
+       installed already, or if the present handler is not Python's. */
     static void ncclpy_note_sigint(void) {
-      /* Python's handler. Only this one is replaced: another handler may call ours, which would call it again. */
-      static void (*python)(int) = NULL;
+      /* Python's handler, the only one that is replaced: another one may itself call ncclpy_on_sigint, and the two
+         would call each other without end. */
+      static void (*python_handler)(int) = NULL;
       struct sigaction current, ours;
       if (sigaction(SIGINT, NULL, &current) != 0) return;
       if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
       if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
-      if (python == NULL && !(current.sa_flags & SA_SIGINFO)) python = current.sa_handler;
-      if ((current.sa_flags & SA_SIGINFO) || current.sa_handler != python) return;
+      if (python_handler == NULL && !(current.sa_flags & SA_SIGINFO)) python_handler = current.sa_handler;
+      if ((current.sa_flags & SA_SIGINFO) || current.sa_handler != python_handler) return;
       ncclpy_before = current;
       ours = current;
       ours.sa_flags |= SA_SIGINFO;
@@ -517,8 +519,8 @@ cdef extern from *:
     volatile double ncclpy_sigint_at
     void ncclpy_note_sigint()
 
-# Seconds from a SIGINT until the watchdog aborts the call in which the main thread is stuck, unless Python's handler
-# runs before.
+# Seconds from a SIGINT until the watchdog aborts the call in which the main thread is stuck. If the call returns
+# before that, Python's handler runs instead.
 cdef double SIGINT_PATIENCE = 1.0
 
 # Seconds between two rounds of the watchdog: an eighth of the shortest deadline, within these bounds.
@@ -627,10 +629,13 @@ cdef int _abort_overdue(Handle handle, str what, double waited, const Operation*
 
 
 cdef bint _is_interrupted() except -1:
-    """Return whether the main thread has not run Python's default handler of SIGINT in time after a SIGINT."""
+    """Return whether a SIGINT arrived more than SIGINT_PATIENCE seconds ago and Python's default handler is set.
+
+    If the main thread is still in a call that began before the SIGINT, the handler has not run.
+    """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return False
-    ncclpy_note_sigint()  # again: signal.signal() replaces our handler by Python's
+    ncclpy_note_sigint()  # in each round: signal.signal() replaces ncclpy_on_sigint by Python's handler
     return ncclpy_sigint_at != 0 and now() - ncclpy_sigint_at > SIGINT_PATIENCE
 
 

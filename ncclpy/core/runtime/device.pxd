@@ -23,8 +23,8 @@ cdef int as_device(object device) except -2
 cdef CUcontext enter_device(int ordinal) except? NULL
 cdef int leave_device(CUcontext saved) except -1
 
-# Make a device current in a thread that has none, for a call of NCCL. If `lend_device` returns True,
-# `take_device_back` must leave the thread without a device again.
+# Make a device current in a thread that has none, for a call of NCCL. If `lend_device` returns True, the caller must
+# call `take_device_back`, which leaves the thread without a device again.
 cdef bint lend_device(int ordinal) noexcept nogil
 cdef void take_device_back() noexcept nogil
 

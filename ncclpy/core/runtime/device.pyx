@@ -150,8 +150,8 @@ cdef int leave_device(CUcontext saved) except -1:
 cdef bint lend_device(int ordinal) noexcept nogil:
     """Make a device current in a thread that has none; return True if `take_device_back` must undo it.
 
-    Without this NCCL would, after every call, make the first device current in such a thread, which creates a context
-    of some 500 MiB there.
+    In a thread without a current device NCCL would make the first device current after every call, which creates a
+    context of some 500 MiB on that device.
     """
     cdef CUcontext current = NULL
     if driver.cuCtxGetCurrent == NULL or driver.cuCtxGetCurrent(&current) != 0 or current != NULL:

@@ -8,7 +8,7 @@ import warnings
 
 from ncclpy.core.runtime import library as _library
 
-_outer: list[Faults] = []  # the enclosing blocks
+_outer: list[Faults] = []  # the blocks that are open, the innermost last
 
 
 class Faults:
@@ -37,7 +37,8 @@ class Faults:
             raise TypeError(f"plan must be a str, not {type(plan).__name__}")
         self.plan = plan
         self._fired: list[str] | None = None
-        self._unfired: list[str] | None = None  # read before an inner block began, which resets what has fired
+        # The rules that have not fired, read before each inner block: its beginning resets what has fired.
+        self._unfired: list[str] | None = None
 
     def __enter__(self) -> Faults:
         unfired = _unfired()
@@ -61,7 +62,7 @@ class Faults:
         _set(_outer[-1].plan if _outer else os.environ.get("NCCLPY_FAULTS", ""))
         for rule in self._unfired or []:
             warnings.warn(
-                f'the fault "{rule}" has not happened: no call of this block was the one that it names '
+                f'the fault "{rule}" has not happened: no call in this block matched the rule '
                 f"({len(self._fired)} other faults have happened)",
                 RuntimeWarning,
                 stacklevel=2,

@@ -2,7 +2,8 @@ from ncclpy.abi.driver cimport CUDA_SUCCESS, CUevent, CUresult, CUstream, ncclpy
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclWindow_t, ncclpy_nccl_table
 
 
-# Return which ranks have arrived and which are missing, for an error text; "" on NCCL, and if no rank is awaited.
+# Return which ranks have arrived and which are missing, for an error text; "" with NVIDIA's NCCL, and if the
+# communicator waits for no rank.
 cdef str missing_ranks(ncclComm_t comm)
 
 # Warn of NCCL variables in the process's environment that override the configuration which a guard needs.
@@ -20,8 +21,8 @@ cdef ncclpy_driver_table driver
 # Whether the host engine, which works on CPU memory, is loaded.
 cdef bint host_engine
 
-# Whether ncclCommAbort makes the calls of other threads on the communicator return. NCCL instead frees the
-# communicator while those threads use it.
+# Whether ncclCommAbort makes the calls of other threads on the communicator return (host engine). NVIDIA's NCCL
+# instead frees the communicator while those threads use it.
 cdef bint abort_preempts
 
 # `stream_wait` is the host engine's wait for a stream: the waiting thread runs the stream's work, and from time to time
@@ -33,19 +34,19 @@ cdef StreamWait stream_wait
 ctypedef CUresult (*EventQuery)(CUevent, double) noexcept nogil
 cdef EventQuery event_help
 
-# Only of the host engine, else NULL. `event_tell` has the engine call `tell(argument)` once when an event is ready; it
-# returns CUDA_SUCCESS, and calls nothing, if the event is ready already. `event_await` sleeps until an event is ready,
-# for at most the given seconds.
+# NULL except on the host engine. `event_tell` has the engine call `tell(argument)` once when an event is ready; if the
+# event is ready already, `event_tell` returns CUDA_SUCCESS, and `tell` is not called. `event_await` sleeps until an
+# event is ready, for at most the given seconds.
 ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
 cdef EventQuery event_await
 
-# Only of the host engine, else NULL: writes which ranks have not joined the call in which a communicator waits.
+# NULL except on the host engine: writes which ranks have not joined the call in which a communicator waits.
 cdef size_t (*host_missing_ranks)(ncclComm_t, char*, size_t) noexcept nogil
 
-# Only of the host engine. `host_hold_window` keeps the memory that `ncclGetPeerDevicePointer` returns for a rank
+# NULL except on the host engine. `host_hold_window` keeps a rank's memory of a window (see ncclGetPeerDevicePointer)
 # mapped, even after the window is deregistered; it returns NULL if there is no such window. `host_let_window_go`
-# releases what it has returned, in any thread.
+# releases the result of `host_hold_window`, in any thread.
 cdef void* (*host_hold_window)(ncclWindow_t, int) noexcept nogil
 cdef void (*host_let_window_go)(void*) noexcept nogil
 

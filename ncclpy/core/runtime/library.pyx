@@ -5,12 +5,12 @@ configuration file may set them as well: NCCL then puts them into the C environm
 without an update of `os.environ`. So ncclpy reads the C environment, and reads it again after a guard was made. An
 environment plugin of NCCL may set them without changing even the C environment. Then ncclpy notices
 NCCL_COMM_BLOCKING=0 when a call that should block returns ncclInProgress. It cannot notice the other overrides by a
-plugin: with NCCL_COMM_BLOCKING=1 the init call of a guard returns success, but so does a nonblocking one that NCCL has
-completed at once.
+plugin: with NCCL_COMM_BLOCKING=1 the init call of a guard returns ncclSuccess instead of ncclInProgress, but without
+the override it may return ncclSuccess too, if NCCL has completed it at once.
 
-Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol is taken
-from that handle, so that no communicator is used through two libraries. The driver's symbols are taken from the same
-handle if it has them (the host engine), else from ``libcuda.so.1``.
+At the first use one library is opened, with ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol is taken from that
+library, so that no communicator is used through two. The driver's symbols are taken from the same library if it has
+them (the host engine), else from ``libcuda.so.1``.
 """
 
 import logging
@@ -30,9 +30,9 @@ from ncclpy.errors import LibraryNotFound, NcclError, NcclRemoteError, NcclTimeo
 cdef str missing_ranks(ncclComm_t comm):
     """Return "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)", or "".
 
-    The text is empty on NCCL, and if the communicator waits for no rank. For a child that is still being made, pass
-    its parent. The communicator's lock is not needed, so that another thread may be stuck in a call; but the handle
-    must not be destroyed.
+    The text is empty with NVIDIA's NCCL, and if the communicator waits for no rank. For a child that is still being
+    made, pass its parent. The communicator's lock is not needed, since another thread may hold it in a stuck call; but
+    `comm` must not be destroyed meanwhile.
     """
     cdef char text[4096]
     text[0] = 0
@@ -49,15 +49,16 @@ cdef str _SHARE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 cdef dict _EFFECTS = {
     (_BLOCKING, 1): (
         "init, split and all else that makes communicators now waits for missing ranks inside NCCL, where it cannot "
-        "be ended: a deadline or Ctrl-C leaves it behind. Operations on a communicator that exists can still be ended"
+        "be ended: a deadline or Ctrl-C leaves the call behind. Operations on a communicator that exists can still be "
+        "ended"
     ),
     (_BLOCKING, 0): (
         "a communicator's calls now go through a thread of NCCL's, which makes each slower by tens of microseconds, "
         "and cannot be captured into graphs. Deadlines still hold"
     ),
     (_SHARE, 0): (
-        "an abort now does not reach what is stuck on the device or inside a call, so that deadlines end neither, and "
-        "leave them behind"
+        "an abort now does not reach an operation that is stuck on the device or a call that is stuck in NCCL: a "
+        "deadline leaves both behind"
     ),
 }
 
@@ -85,7 +86,7 @@ cdef int warn_of_overrides() except -1:
         text = getenv(key)
         if text == NULL or text[0] == 0:
             continue
-        value = strtoll(text, NULL, 0)  # as NCCL does: what is no number counts as 0
+        value = strtoll(text, NULL, 0)  # as in NCCL, a text that is no number counts as 0
         if (name, value) in _EFFECTS:
             _warn_once(name, value, "is set")
     return 0
@@ -160,7 +161,7 @@ debug_locks = DEBUG_LOCKS
 
 
 cdef class PythonLock:
-    """A lock of `threading`, which releases the GIL while a thread waits, and its place in the order of all locks."""
+    """A lock of `threading` with its place in the order of all locks; it releases the GIL while a thread waits."""
 
     cdef object lock
     cdef ncclpy_lock place
@@ -343,7 +344,7 @@ def _ensure_loaded():
 
 
 def _warn_of_faults():
-    """Warn, once per process, of faults that the environment sets: left set by mistake, they give wrong results."""
+    """Warn, once per process, if NCCLPY_FAULTS is set: a variable that was left set by mistake gives wrong results."""
     plan = os.environ.get("NCCLPY_FAULTS", "")
     if host_engine and plan.replace(";", " ").strip():
         _log.warning(
@@ -547,7 +548,7 @@ def _rows():
 
 
 def abi_version():
-    """Return the NCCL release whose ABI ncclpy implements, ``(2, 32, 3)``."""
+    """Return the NCCL release with the ABI that ncclpy implements, ``(2, 32, 3)``."""
     return decode_version(NCCLPY_ABI_VERSION)
 
 

@@ -1,7 +1,7 @@
 """Where a library may be: the host engine in this package, libnccl on the machine.
 
-This module does not open NCCL for use; `library` does, once. It tries the places in the order in which `candidates`
-lists them, and the message of `LibraryNotFound` names each.
+This module does not open NCCL for use; `library` does, once. `library` tries the places in the order in which
+`candidates` lists them, and the message of `LibraryNotFound` names each.
 """
 
 from __future__ import annotations

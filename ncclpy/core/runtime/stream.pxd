@@ -2,8 +2,8 @@ from ncclpy.abi.driver cimport CUevent, CUstream
 from ncclpy.core.runtime.wait cimport Call
 
 
-# The handle of a stream: of an int, a `Stream`, or an object of another library. `as_stream_of` raises if an ncclpy
-# `Stream` is not on `device`; for other objects the device is not known.
+# The CUDA handle of a stream that is given as an int, a `Stream`, or an object of another library. `as_stream_of`
+# raises if an ncclpy `Stream` is not on `device`; for other objects the device is not known.
 cdef CUstream as_stream(object stream) except? NULL
 cdef CUstream as_stream_of(object stream, int device) except? NULL
 

@@ -402,7 +402,7 @@ def synchronize(device=None, timeout=None):
 
 
 cdef bint is_captured(CUstream stream, int device) except -1:
-    """Return whether a stream is being captured; the legacy default stream cannot be, so the driver is not asked."""
+    """Return whether a stream is being captured. The legacy default stream is never captured."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef CUresult result
@@ -515,7 +515,7 @@ cdef int _forget(tuple entry) except -1:
 
 
 def _forked():
-    """Drop all entries: in the child nothing runs that could touch the memory, and nothing can be asked."""
+    """Drop all entries: in the child nothing runs that could touch the memory, and the driver cannot be asked."""
     global _watching
     _watching = False
     del _held[:]

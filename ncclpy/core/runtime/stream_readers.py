@@ -15,13 +15,13 @@ from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no 
 
 __all__ = ["note_delivery", "raise_at_end", "raise_in_readers"]
 
-#: By the number of a thread (`wait.this_thread`: idents are given to later threads, which have read nothing): the
-#: errors that are set in it and not raised yet. With each error are kept the threads that have been told of the same
-#: failure. CPython holds only one exception for a thread, which stands for all of these errors, see `_raised_as`.
-#: Under the lock.
+#: The errors that are set in a thread and not raised yet, by the thread's number (`wait.this_thread`; an ident may be
+#: given to a later thread, which has read nothing). Each error has the set of threads that have been told of the same
+#: failure. CPython holds only one exception for a thread: it stands for all of these errors, see `_raised_as`. Guarded
+#: by `_lock`.
 _pending: dict[int, list[tuple[set[int], BaseException]]] = {}
 
-#: The errors for threads that are in a block of `raise_at_end`, by their numbers; under the lock.
+#: The errors for threads that are in a block of `raise_at_end`, by the threads' numbers. Guarded by `_lock`.
 _collected: dict[int, list[BaseException]] = {}
 _lock = threading.RLock()  # re-entrant: a signal handler may close a communicator while its thread holds the lock
 
@@ -54,9 +54,9 @@ def raise_at_end() -> Iterator[None]:
 def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, informed: set[int]) -> None:
     """Have an error raised in threads, given by their numbers.
 
-    Some threads have ended, and Python has not started some others, such as torch's threads for backward passes: in
-    their place the error is raised in `maker`, the thread that has made the group, or in the main thread if `maker`
-    has ended or is not known (0).
+    A thread may have ended, or may not have been started by Python, such as torch's threads for backward passes. In
+    place of such a thread the error is raised in `maker`, the thread that has made the group, or in the main thread if
+    `maker` has ended or is not known (0).
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
 
 
 def _tell(thread: int, error: BaseException, informed: set[int]) -> bool:
-    """Have a thread raise an error unless it has been told of the failure; return whether the thread is there."""
+    """Have a thread raise an error unless it has been told of the failure; return False if the thread has ended."""
     with _lock:
         if thread in informed:
             return True
@@ -108,9 +108,9 @@ def note_delivery(informed: set[int]) -> None:
 
 
 def _set(thread: int, pending: list[tuple[set[int], BaseException]]) -> bool:
-    """Have a thread raise these errors, and none of those that were set before; return whether it is there.
+    """Have a thread raise these errors, and none of those that were set before; return False if the thread has ended.
 
-    Under the lock.
+    The caller holds the lock.
     """
     _pending.pop(thread, None)
     if not pending:
@@ -128,7 +128,7 @@ def _raised_as(errors: list[BaseException], thread: int) -> type[BaseException]:
     made: list[BaseException] = []
 
     def raised(cls: type[BaseException], *_: object) -> BaseException:
-        # Python up to 3.11 may call this once more, with the error as an argument, which is not of this class.
+        # Python up to 3.11 may call this a second time with the error as an argument: it is no instance of this class.
         if not made:
             with _lock:
                 _pending.pop(thread, None)

@@ -20,8 +20,8 @@ cdef double deadline_after(double timeout) noexcept nogil
 # Pause between two polls, in a wait that has taken `waited` seconds so far.
 cdef void pause(double waited) noexcept nogil
 
-# Called now and then during a wait for a stream; returns the seconds until its next call. LEAVE asks to stop waiting,
-# which the host engine can only do once the operation that runs on the stream has ended.
+# Called now and then during a wait for a stream; returns the seconds until its next call, or LEAVE to stop the wait.
+# The host engine can stop only once the operation that runs on the stream has ended.
 ctypedef double (*Tick)(void*) noexcept nogil
 cdef double LEAVE
 
@@ -42,10 +42,10 @@ cdef struct Waiting:
     PyObject* error  # an owned reference: why the wait must end early
     PyObject* abort_threads  # an owned reference: the list of the aborting threads
     CUstream stream  # NULL until the wait for it begins
-    bint had_drained  # the stream had run dry before another rank's abort began
+    bint had_drained  # the stream had run dry before the abort of a local peer began
     Waiting* older  # the next older wait of the same communicator
     CUresult result  # the driver's result for the stream
-    ncclResult_t state  # NCCL's state of the communicator after that
+    ncclResult_t state  # the communicator's state, which NCCL is asked for after the wait
 
 # Whether a stream is known to have run dry. False for default streams, which are different streams in each context.
 cdef bint has_drained(CUstream stream) noexcept nogil
@@ -64,9 +64,9 @@ cdef unsigned long this_thread() noexcept nogil
 # Start a thread that runs a function. Either the thread runs or this raises; no signal handler can raise in between.
 cdef int begin_thread(object function) except -1
 
-# A call that can block for long, made in a thread of its own; `wait` waits for it while signal handlers run. `wait`
-# returns False if the deadline passed first: then, and if a handler raises, the call continues and keeps the objects
-# that it needs until it has ended.
+# A call that can block for long, made in a thread of its own. `wait` waits for the call while signal handlers run, and
+# returns False if the deadline passed first. In that case, and if a handler raises, the call continues, and keeps the
+# objects that it needs until it has ended.
 cdef class Call:
     cdef object ended  # a lock, held until the call has returned
     cdef object failure

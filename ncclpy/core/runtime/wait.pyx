@@ -1,7 +1,7 @@
 """Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
 
-Every wait of the package can be ended in these ways. The CPU polls in slices, between which signal handlers run; a
-call of NCCL that can block for long is made in a thread of its own, for which the caller waits.
+Every wait of the package can be ended by both. The CPU polls in slices, between which signal handlers run; a call of
+NCCL that can block for long is made in a thread of its own, for which the caller waits.
 """
 
 import _thread
@@ -34,7 +34,7 @@ cdef extern from *:
     #include <stdlib.h>
     #include <unistd.h>
 
-    /* Threads that are inside a call of NCCL which may never return. */
+    /* Number of threads that are inside a call of NCCL which may never return. */
     static int ncclpy_calls = 0;
     /* The exit status that replaces 0, see exit_with(). */
     static int ncclpy_status = 0;
@@ -47,7 +47,7 @@ cdef extern from *:
         if (status == ncclpy_status && status != 0) exit(status); /* glibc runs the handlers that are left */
         return;
       }
-      fflush(stdout); /* not all streams: a thread that reads stdin holds its lock */
+      fflush(stdout); /* not all streams: a thread that reads stdin holds the lock of stdin */
       fflush(stderr);
       _exit(status);
     }
@@ -147,10 +147,10 @@ cdef double deadline_after(double timeout) noexcept nogil:
 
 
 cdef void pause(double waited) noexcept nogil:
-    """Yield during the first millisecond of a wait; after that sleep, each time for a hundredth of the time waited.
+    """Yield during the first millisecond of a wait; after that sleep for a hundredth of the time waited, at most 1 ms.
 
-    So a wait ends late by 1% of its length and the time that the system adds to a sleep (50 us). Sleeps of a tenth,
-    after 0.2 ms, cost 2 to 8% in benchmarks that wait for several operations together.
+    So a wait ends late by at most 1% of its length and the time that the system adds to a sleep (50 us). Sleeps for a
+    tenth of the time waited, from 0.2 ms on, cost 2 to 8% in benchmarks that wait for several operations together.
     """
     cdef timespec t
     if waited < 1e-3:
@@ -241,7 +241,7 @@ def number_of_thread(unsigned long ident):
 def set_exception(unsigned long number, object kind):
     """Set the asynchronous exception of a thread, or clear it if `kind` is None; return whether the thread was found.
 
-    In one step under the GIL: the thread can neither end in between, nor can another one get its ident.
+    The GIL is held meanwhile: the thread cannot end, and no other thread can get its ident.
     """
     cdef PyThreadState* state = ncclpy_find_thread(number, 0)
     if state == NULL:
@@ -341,8 +341,8 @@ cdef class Call:
 
     cdef bint wait(self, double deadline) except -1:
         """Return whether the call has ended by the deadline, and raise its exception, if it raised one."""
-        # A signal wakes Python at once while it waits for a lock, but not one that arrived just before: hence the
-        # slices.
+        # A signal that arrives while Python waits for the lock ends that wait at once; a signal that arrived just
+        # before does not, so Python waits in slices.
         while True:
             PyErr_CheckSignals()
             if self.ended.acquire(timeout=max(0.0, min(deadline - now(), SLICE))):

@@ -6,8 +6,8 @@ cdef enum:
     HOST_MEMORY = -1  # CPU memory: only the host engine takes it
     UNKNOWN_DEVICE = -2  # explicit pointers, page-locked memory
 
-# How to find the stream for stream=None: as the current stream of the array's framework, which is asked in one of
-# these ways.
+# Values of `View.framework`: how the stream for stream=None is found. It is the current stream of the array's
+# framework, which is asked for it in one of these ways.
 cdef enum:
     NO_FRAMEWORK = 0
     EXCHANGE_API = 1
@@ -18,8 +18,8 @@ cdef enum:
 
 cdef struct View:
     void* pointer
-    size_t count  # in elements of `datatype`: a complex array counts double
-    size_t unit  # how many of those make one element of the array
+    size_t count  # in elements of `datatype`
+    size_t unit  # elements of `datatype` in one of the array: 2 if complex, its size if sent as bytes, else 1
     size_t nbytes
     int datatype  # ncclDataType_t
     unsigned long long flavour  # how `datatype` carries a type that NCCL lacks, see datatypes

@@ -174,7 +174,7 @@ cdef _Protocol _protocol_of(object obj, str argument):
             "array, an object with __cuda_array_interface__ or __dlpack__, a cuda.core Buffer, an ncclpy.Buffer, or "
             "(pointer, count, dtype)"
         )
-    protocol.reader = reader_of(kind)  # kept for good, so only for types that can be read
+    protocol.reader = reader_of(kind)  # the Reader is kept for good, so it is made only for types that can be read
     return protocol
 
 
@@ -186,7 +186,7 @@ cdef object _method(object kind, str name):
 cdef inline int _read_natively(
     const ncclpy_read_tensor* tensor, _Protocol protocol, View* view, str argument
 ) except -1:
-    """Fill `view` from a tensor that the native function has read, which refuses lazy and non-contiguous tensors."""
+    """Fill `view` from a tensor that the native function has read; lazy and non-contiguous tensors it has refused."""
     cdef ElementType found
     view.framework = EXCHANGE_API if protocol.api != NULL else TORCH
     view.api = protocol.api
@@ -216,7 +216,7 @@ cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
 
 
 cdef inline int _set_type(View* view, const ElementType* type, size_t count, str argument) except -1:
-    """Set data type, flavour, count and size from a type and a count of array elements; the pointer is set."""
+    """Set data type, flavour, count and size from a type and a count of array elements; `view.pointer` must be set."""
     view.datatype, view.flavour, view.unit = type.datatype, type.flavour, type.unit
     if (
         times_overflows(count, view.unit, &view.count)
@@ -267,7 +267,7 @@ cdef object _lazy(str argument, str what, str which):
 
 
 cdef int _refuse_lazy(object tensor, str argument) except -1:
-    """Raise for torch's lazy views, by the slower protocols."""
+    """Raise if a tensor is one of torch's lazy views. Only the slower protocols call this."""
     for what, which in (("conjugate", "conj"), ("negative", "neg")):
         is_lazy = _method(type(tensor), f"is_{which}")
         if is_lazy is not None and is_lazy(tensor):
@@ -387,7 +387,7 @@ cdef int _read_torch(object tensor, View* view, str argument) except -1:
     layout = str(getattr(tensor, "layout", "torch.strided"))
     if layout != "torch.strided" or getattr(tensor, "is_nested", False):
         kind = "nested" if getattr(tensor, "is_nested", False) else layout.removeprefix("torch.")
-        raise TypeError(f"{argument}: a {kind} tensor is no one block of memory; pass its parts, or a dense copy")
+        raise TypeError(f"{argument}: a {kind} tensor is not one block of memory; pass its parts, or a dense copy")
     _refuse_lazy(tensor, argument)
     if not tensor.is_contiguous():
         raise _not_contiguous(argument, tensor.shape, tensor.stride())
@@ -527,7 +527,10 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
 
 
 cdef int _device_of_view(const View* view) except -3:
-    """Return the device on which a view's memory lies, or `HOST_MEMORY`, as always on the host engine."""
+    """Return the device on which a view's memory lies, or `HOST_MEMORY`.
+
+    On the host engine all memory is `HOST_MEMORY`; elsewhere also an empty view, and memory of an unknown device.
+    """
     if view.device == HOST_MEMORY or view.count == 0:
         return HOST_MEMORY
     require_driver()
@@ -599,7 +602,7 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
 
     @property
     def count(self):
-        """The number of elements of `dtype`; a complex array counts double."""
+        """The number of elements of `Buffer.dtype`: 2 for each complex element, `itemsize` for one sent as bytes."""
         return self.view.count
 
     @property

@@ -30,7 +30,8 @@ cdef struct ElementType:
 # The size in bytes of an element, by ncclDataType_t.
 cdef int* ITEMSIZE
 
-# By numpy's type numbers; the data type is -1 for numbers that do not determine a type, which needs the dtype.
+# The types by numpy's type numbers. `datatype` is -1 if the number does not determine the type: then `of_dtype` needs
+# the dtype.
 cdef ElementType* OF_NUMPY
 
 # Fill in the type of a numpy dtype, of a DLPack type, of a torch.dtype, and of what a caller may pass: a `DataType`,
@@ -43,7 +44,7 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1
 # The name that ranks compare: in all processes the same for equal types.
 cdef str name_of(int datatype, unsigned long long flavour)
 
-# A number as one element of a `DataType`, floats rounded to nearest.
+# The bytes of a number as one element of a `DataType`, floats rounded to nearest.
 cdef bytes encoded(object value, object datatype, str argument)
 
 
@@ -70,8 +71,8 @@ cdef Reader reader_of(object kind)
 # The exchange API of a type, in a version with a known layout; NULL if the type has none.
 cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL
 
-# CPU memory as a numpy array, as a DLPack capsule and (below) in the CUDA array interface: `name` is the data type's,
-# and `owner`, which keeps the memory alive, is kept with it.
+# Memory for other libraries: CPU memory as a numpy array, or any memory as a DLPack capsule. `name` is the name of the
+# data type; the result keeps a reference to `owner`, which keeps the memory alive.
 cdef object numpy_view(void* pointer, size_t nbytes, str name, bint readonly, object owner)
 
 

@@ -3,7 +3,7 @@
 NCCL has twelve types. Bool is sent as uint8 and a complex number as two reals; every other type of a fixed size is
 sent as bytes, which calls that only move data accept and reductions refuse. Types that are the same to NCCL have
 different flavours, so that they are not mistaken for each other. The flavour of a type that is sent as bytes is a
-digest of its name and size: no table is needed for it, and the name, which ranks compare, is the same in all
+digest of its name and size: no table has to assign flavours. Ranks compare the name, which is the same in all
 processes.
 
 Functions that read objects of one type natively (`read_by`) are set by modules above, as this module knows no
@@ -44,7 +44,8 @@ cdef tuple _REALS = tuple([member.name.lower() for member in DataType])
 # ...).
 cdef Py_ssize_t _MAX_REMEMBERED = 1024
 
-# Names by flavour: of those numpy types, and of DLPack's and torch's types, which are few and never forgotten.
+# Names by flavour. `_names` has those of numpy types and forgets the oldest; `_known_names` has those of int16, uint16
+# and DLPack's and torch's types, which are few.
 cdef dict _names = {}
 cdef dict _known_names = {}
 
@@ -53,7 +54,7 @@ cdef dict _of_dtype = {}
 cdef dict _of_torch = {}
 cdef ElementType[64] _of_numpy
 
-# DLPack's type codes that are named by a word and the number of bits; and those with a name of their own.
+# Names for DLPack's type codes: a word, to which the number of bits is added, or a whole name.
 cdef dict _DLPACK_WORDS = {
     kDLInt: "int", kDLUInt: "uint", kDLFloat: "float", kDLBfloat: "bfloat", kDLComplex: "complex",
 }
@@ -177,7 +178,8 @@ cdef str _layout(object dtype):
         base, shape = dtype.subdtype
         return f"({_layout(base)}, {shape})"
     if dtype.names is None:
-        # numpy's own types by their code, which has the byte order; other types have numbers from 256 on, or negative.
+        # numpy's own types have numbers from 0 to 255: their code is used, since it shows the byte order. Other types
+        # have only a name.
         return repr(dtype.str if 0 <= dtype.num < 256 else dtype.name)
     parts, end = [], 0
     for name in dtype.names:
@@ -368,7 +370,7 @@ cdef dict _readers = {}
 
 
 cdef class Reader:
-    """Holds the native read function of a type; `buffers` keeps one for each type that it reads."""
+    """Hold the native read function of a type; `buffers` keeps one Reader for each type that it reads."""
 
 
 cdef Reader reader_of(object kind):
@@ -396,9 +398,9 @@ def read_by(kinds, capsule):
 
 
 cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
-    """Return the type's exchange API, or NULL.
+    """Return the newest version of a type's exchange API with a known layout; NULL if there is none.
 
-    It is the newest version with a known layout, and has the function that fills in a DLTensor without a copy.
+    Return NULL also if that version lacks the function that fills in a DLTensor without a copy.
     """
     cdef const DLPackExchangeAPIHeader* header
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
@@ -414,7 +416,7 @@ cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL:
 
 cnp.import_array()
 
-# A managed tensor of either kind, with its single dimension.
+# Managed tensors of DLPack before 1.0 (`Plain`) and of 1.0, each followed by the shape and stride that it points to.
 cdef struct Plain:
     DLManagedTensor managed
     int64_t shape

@@ -14,8 +14,8 @@ cdef enum:
     RECV
     PUT_SIGNAL  # to the peer `root`, `offset` bytes into the window that `recv` points to, with signal `op`
     SIGNAL  # to the peer `root`, signal `op`
-    # A send, and the receive that it points to, in an NCCL group: made at once, never recorded. The receive has this
-    # kind too, since status and recorder show only the receive.
+    # A send and the operation at `receive`, made together in an NCCL group; a ncclpy group never records it. The
+    # receive has this kind too, since status and flight recorder show only the receive.
     SENDRECV
     WAIT_SIGNAL  # `count` descriptors (ncclWaitSignalDesc_t) at `recv`
     WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`
@@ -76,7 +76,8 @@ cdef inline bint is_pair(int kind) noexcept nogil:
     return kind == SEND or kind == RECV
 
 
-# A result that ncclResult_t does not have: the table has no such function; NCCL is too old, or the process was forked.
+# A result that ncclResult_t does not have: the function table lacks the function, because NCCL is too old or the
+# process was forked.
 cdef enum:
     NOT_THERE = -1
 

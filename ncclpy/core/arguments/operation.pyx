@@ -87,9 +87,9 @@ cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
 cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
     """Make the sends and receives of a gather or a scatter; if the count is 0, make none on any rank.
 
-    If the root's parts are not adjacent, the root's `lower` makes the same sends and receives instead, so the other
-    ranks need not know which of the two the root does. Only the root has both buffers. If the root works in place, it
-    does not send to itself.
+    If the root's parts are not adjacent, the root calls `validation.lower` instead, which yields the same sends and
+    receives: the other ranks need not know which of the two the root does. Only the root has both buffers. If the root
+    works in place, it does not send to itself.
     """
     cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
     cdef bint is_gather = o.kind == GATHER

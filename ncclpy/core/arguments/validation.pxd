@@ -49,7 +49,7 @@ cdef class Extents:
     cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1
     # Add all memory of an operation on a communicator of `nranks` ranks.
     cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1
-    # Whether the memory that one place writes overlaps memory that another place uses.
+    # Whether memory that one operation or part writes overlaps memory that another one uses.
     cdef bint clash(self) noexcept
 
 
@@ -135,11 +135,12 @@ cdef class Lowered:
     cdef Operation* operations
     cdef size_t count
 
-    # Append an operation; whatever is no argument is that of `like`: data type, operator, communicator, stream.
+    # Append an operation; data type, operator, communicator and stream are copied from `like`.
     cdef int add(
         self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
     ) except -1
-    # Set the counts of the operations of `rank` with itself to 0: in place, their data are where they belong.
+    # Set the counts of the operations of `rank` with itself to 0: the collective works in place, so these data need no
+    # copy.
     cdef void empty_self_operations(self, int rank) noexcept
 
 
@@ -223,7 +224,7 @@ cdef bint validate_recv(Operation* o, View* r, object buf, str argument, int dev
 cdef class Parts:
     cdef int nranks
     cdef void** pointers
-    cdef size_t* counts  # in NCCL's elements: a complex element counts two
+    cdef size_t* counts  # in NCCL's elements, `View.unit` of them for each element of the array
 
 
 # Adjacent parts of `count` elements each.
@@ -237,7 +238,7 @@ cdef class VectorCollective:
     cdef Parts sends  # parts that go to each rank; None if the operation's own buffer is sent whole, or nothing is
     cdef Parts recvs  # parts that come from each rank; None if there are none
     cdef View view  # of the first buffer that determines the stream for stream=None, or else of the first buffer
-    cdef bint seen  # `view` is filled in
+    cdef bint seen  # a buffer was read: `view` is filled in
     cdef object send, recv  # the buffers, kept alive; a list is copied to a tuple
 
     cdef int all_gather(self, send, list recv) except -1

@@ -1,9 +1,9 @@
 """From the buffers of a call to a checked operation: counts, parts, what must match, and which memory overlaps.
 
-Counts are in the array's own elements, and types have the names that the array's library gives them. NCCL may send
-different types as one type (int16 and uint16 are the same bytes to it). Therefore types are compared by their flavours
-within a process, and by their names between processes. A coordinator compares names of types and shapes of arrays; a
-shape determines the count.
+Counts are in the array's own elements, and types have the names that the array's library gives them. Different types
+may be one type to NCCL (int16 and uint16 are both sent as bytes). Therefore types are compared by their flavours
+within a process, and by their names between processes. A coordinator compares the types' names and the arrays'
+shapes, which determine the counts.
 
 NCCL checks none of this. If the memory of `send` and `recv` overlaps otherwise than in NCCL's in-place layout, or if
 two operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
@@ -86,7 +86,7 @@ cdef dict _NAMES = {
 cdef inline void _memory_of(
     const Operation* o, size_t nranks, const void** send, size_t* sent, const void** recv, size_t* received
 ) noexcept nogil:
-    """Find the memory that an operation reads and writes on this rank; none for kinds without memory of this rank."""
+    """Find the memory that an operation reads and writes on this rank; kinds after PUT_SIGNAL have none to compare."""
     cdef size_t nbytes
     cdef int kind = o.kind
     if kind > PUT_SIGNAL:
@@ -121,7 +121,7 @@ cdef int check_layout(const Operation* operation, int nranks, int rank) except -
 
 
 cdef inline bint _is_part(uintptr_t part, size_t size, uintptr_t whole, size_t length, Py_ssize_t offset) noexcept:
-    """Return whether memory is the part at `offset` or, if that is negative (not known), any part of this size."""
+    """Return whether `part` lies at `offset` in `whole`; a negative offset (not known) accepts any part."""
     if offset >= 0:
         return part == whole + <size_t>offset
     return whole <= part and part + size <= whole + length and (part - whole) % size == 0
@@ -416,11 +416,11 @@ cdef int op_number(object op, const View* view, int nranks) except -1:
     if view.flavour == BOOLEAN:
         if code == AVG:
             raise ValueError("op: avg of bool has no meaning; convert to a number type")
-        # A sum is true if any element is, a product if all are. MAX and MIN give that without overflow: True may be
-        # any byte but 0, and 2 * 128 is 0 in a byte.
+        # A sum is true if any element is, a product if all are. MAX and MIN give the same without overflow: True may
+        # be any byte but 0, and the sum of two bytes 128 is 0.
         return MAX if code == SUM else MIN if code == PROD else code
     if view.flavour == COMPLEX and code != SUM and code != AVG:
-        raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
+        raise ValueError(f"op: complex numbers can be reduced by sum and avg only, not {op!r}")
     if code == AVG and nranks == 1:
         return SUM  # the same result; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
     return code
@@ -611,7 +611,7 @@ cdef Parts parts_in_line(const void* start, size_t count, int datatype, int nran
 
 
 cdef Parts _parts_by_counts(const View* view, list counts):
-    """Return adjacent parts of one buffer, which was checked to hold them all."""
+    """Return adjacent parts of one buffer; the caller has checked that the buffer holds exactly these parts."""
     cdef Parts parts = Parts(len(counts))
     cdef size_t offset = 0, count
     cdef int rank
@@ -642,7 +642,7 @@ cdef int _check_count(const View* view, object count, str argument, str what) ex
 
 
 cdef int _check_lists(VectorCollective vector, const View* send, const View* recv) except -1:
-    """Refuse memory that receives and is also sent, or that receives twice.
+    """Refuse memory that is both sent and received into, or that two parts are received into.
 
     `send` and `recv` are single buffers, or NULL. A single buffer may be this rank's own part of the other side's
     list: the collective then works in place.
@@ -689,9 +689,9 @@ cdef bint _has_stream(const View* view) noexcept:
 
 
 cdef int _read(VectorCollective vector, object buffer, View* view, str argument, bint receives) except -1:
-    """Read a buffer, and keep its view if it determines the stream for stream=None.
+    """Read a buffer, and keep its view if the buffer determines the stream for stream=None.
 
-    That is the first buffer that has a stream, or the first buffer if none has one.
+    The first buffer that has a stream determines it, or the first buffer if none has one.
     """
     read_on_device(buffer, view, argument, vector.device)
     if receives:

@@ -102,14 +102,14 @@ cdef int _let_waits_end(list handles) except -1:
     """Note which waits of communicators have their data; for up to `_END_PATIENCE` seconds, wait until all have."""
     cdef Handle handle
     cdef double until = now() + _END_PATIENCE
-    cdef bint all_have = False
-    while not all_have:
-        all_have = True
+    cdef bint all_drained = False
+    while not all_drained:
+        all_drained = True
         for handle in handles:
-            all_have = handle.note_drained_waits() and all_have
+            all_drained = handle.note_drained_waits() and all_drained
         if now() >= until:
             break
-        if not all_have:
+        if not all_drained:
             time.sleep(_POLL_INTERVAL)
     return 0
 
@@ -170,11 +170,10 @@ _log = logging.getLogger("ncclpy.core")
 cdef bint _warned = False, _warned_of_graphs = False
 ABORT_DEADLINE = 10.0
 
-# Seconds that an abort waits for a call that holds the communicator's lock: by default; on the host engine, where the
-# abort itself makes the call return; and in addition on a blocking communicator, whose call must return first.
+# Seconds that an abort waits for a call that holds the communicator's lock.
 cdef double ABORT_PATIENCE = 0.2
-cdef double PREEMPT_PATIENCE = 0.02
-cdef double CALL_PATIENCE = 5.0
+cdef double PREEMPT_PATIENCE = 0.02  # on the host engine, where the abort itself makes the call return
+cdef double CALL_PATIENCE = 5.0  # in addition on a blocking communicator: the call must return before the abort
 
 # Seconds between two checks whether an aborted call has meanwhile made a communicator to abort.
 cdef double RECHECK_INTERVAL = 0.02
@@ -376,8 +375,8 @@ cdef int _warn_of_graphs(Handle handle) except -1:
     _warned_of_graphs = True
     _log.warning(
         "%r is aborted, and the program has captured operations of it in CUDA graphs. ncclpy does not see their launches: "
-        "one in flight ends with wrong data, and the thread that reads it gets no error (it does for a graph of "
-        "Plan.capture)", handle,
+        "a graph that runs now ends with wrong data, and the thread that reads the data gets no error (for a graph of "
+        "Plan.capture it gets one)", handle,
     )
     return 0
 
@@ -726,7 +725,7 @@ cdef enum:
     LAUNCHED  # an operation was begun; whether it has ended is not known
     DONE  # all operations have ended
 
-_NAMES = (None, "within", "launched", "done")
+_STATUS_NAMES = (None, "within", "launched", "done")
 
 #: Status of a communicator that was aborted without an NCCL error. If all its operations have ended, the last of them
 #: stands in place of None.
@@ -761,7 +760,7 @@ def rank_status_of(Handle handle not None):
         return None, None, 0.0
     op = what.op if reduces(what.kind) else -1
     root = what.root if has_root(what.kind) else -1
-    name = ABANDONED[0] if given_up else _NAMES[state]
+    name = ABANDONED[0] if given_up else _STATUS_NAMES[state]
     return name, (what.kind, what.sequence, what.datatype, what.count, op, root), max(0.0, moment - since)
 
 

@@ -568,35 +568,35 @@ cdef class Handle:
         self.unlock()
 
     cdef bint note_drained_waits(self) noexcept:
-        cdef bint all_have = True
+        cdef bint all_drained = True
         # An abort of this communicator or of a local peer ends the waits: a stream that is dry by now proves nothing.
         cdef bint ends = self.fenced or self.state == ABORTED
-        cdef Waiting* one = NULL if ends else self.first_wait
-        while one != NULL:
-            one.had_drained = has_drained(one.stream)
-            all_have = all_have and one.had_drained
-            one = one.older
+        cdef Waiting* waiting = NULL if ends else self.first_wait
+        while waiting != NULL:
+            waiting.had_drained = has_drained(waiting.stream)
+            all_drained = all_drained and waiting.had_drained
+            waiting = waiting.older
         if ends or self.first_wait == NULL or self.peek() == ncclSuccess:
-            return all_have
-        one = self.first_wait  # the streams of a failed communicator may run dry without valid data
-        while one != NULL:
-            one.had_drained = False
-            one = one.older
+            return all_drained
+        waiting = self.first_wait  # the streams of a failed communicator may run dry without valid data
+        while waiting != NULL:
+            waiting.had_drained = False
+            waiting = waiting.older
         return True
 
     cdef set readers(self):
         cdef unsigned long[MOST_READERS] threads
         cdef size_t i, count
-        cdef Waiting* one
+        cdef Waiting* waiting
         if self.in_flight.marks == NULL:
             return set()
         with nogil:
             count = self._threads_marked(threads)
         found = {threads[i] for i in range(count)}
-        one = self.first_wait  # read again: waits may have ended while the GIL was released
-        while one != NULL:
-            found.discard(one.thread)
-            one = one.older
+        waiting = self.first_wait  # read again: waits may have ended while the GIL was released
+        while waiting != NULL:
+            found.discard(waiting.thread)
+            waiting = waiting.older
         return found
 
     cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil:

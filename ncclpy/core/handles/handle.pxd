@@ -158,7 +158,7 @@ cdef class Handle:
     cdef ncclComm_t guard  # its abort ends this communicator's calls; NULL if there is none
     cdef bint guard_aborted  # since then nothing that NCCL does for this communicator waits for another rank
     cdef mutex_t mutex
-    cdef mutex_t gate  # held to ask NCCL about `raw` or `guard`, and to remove them from the handle
+    cdef mutex_t gate  # taken to remove `raw` or `guard` from the handle, and to use them without `mutex`
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
     cdef bint owned  # ncclpy has made it and destroys it; False for `Communicator.from_handle`
     cdef bint revoked  # revoked, or about to be: operations on it may never end

@@ -57,8 +57,8 @@ cdef dict _EFFECTS = {
         "and cannot be captured into graphs. Deadlines still hold"
     ),
     (_SHARE, 0): (
-        "an abort now does not reach an operation that is stuck on the device or a call that is stuck in NCCL: a "
-        "deadline leaves both behind"
+        "an abort now does not reach what is stuck on the device or inside a call: a deadline can end neither, and "
+        "leaves both behind"
     ),
 }
 

@@ -13,17 +13,19 @@ comm
 sendbuff, recvbuff
     Addresses of what is sent and of where it arrives.
 count, sendcount, recvcount
-    Numbers of elements, those of one rank where parts go to or come from several.
+    Numbers of elements. If each rank has its own part of a buffer, as in a gather, the elements of one part.
 datatype, op
     A `DataType`; a `ReduceOp` or what `red_op_create_pre_mul_sum` returned.
 root, peer, lsa_rank, peer_cft
-    A rank: the one where data start or end; the other side of a transfer; one of a team.
+    A rank: `root`, where the data start or end; `peer`, the other side of a transfer; `lsa_rank` and `peer_cft`, a
+    rank of a team.
 stream
     The CUDA stream that the work is enqueued on; 0 is the legacy default stream.
 config
     A `Config` for communicators, a `CollConfig` for one collective; None takes NCCL's defaults.
 handle, window, dev_comm
-    What an earlier call has returned for a registration or a parameter, for a window, for a device communicator.
+    `handle` is what an earlier call returned for a registration or a parameter, `window` for a window; `dev_comm` is
+    the address of the ``ncclDevComm_t`` that `dev_comm_create` fills.
 flags, ctx, sig_idx
     Flags, 0 unless the function names some; the context and the index of a signal, both from 0.
 

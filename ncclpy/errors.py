@@ -114,8 +114,8 @@ class NcclError(RuntimeError):
     Attributes
     ----------
     ranks : tuple of RankState, or None
-        What each rank did when the error was made, if the ranks were asked: those of a process group, of a Manager
-        that has a store, or of a Communicator that a launcher's processes have made (`Communicator.from_env`).
+        What each rank did when the error was made; None if the ranks were not asked. Ranks can be asked in a process
+        group, in a Manager that has a store, and in a Communicator made by `Communicator.from_env`.
     """
 
     ranks: tuple[Any, ...] | None = None
@@ -146,7 +146,7 @@ class NcclTimeout(NcclError, TimeoutError):
     Attributes
     ----------
     missing : list of str or of int, or None
-        If a store has raised it: the keys that were not set, or the missing ranks.
+        The keys that were not set, or the missing ranks, if a store has raised the error; else None.
     """
 
     missing: list[str] | list[int] | None = None
@@ -161,7 +161,10 @@ class NcclRemoteError(NcclError):
 
 
 def same_class_as(kind: str) -> type[NcclError]:
-    """Return the class of the exception that all ranks raise; `kind` names the class of the first rank's exception."""
+    """Return the exception class by which the other ranks report a rank's failure.
+
+    `kind` is the name of the exception class that the failed rank itself has raised.
+    """
     return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
 
 
@@ -170,7 +173,7 @@ on_delivery: list[Callable[[], object]] = []
 
 
 def deliver(error: BaseException) -> None:
-    """Note that the program is given an error of operations."""
+    """Note that the program is given this error of an operation, and call the functions of `on_delivery`."""
     error._delivered = True  # type: ignore[attr-defined]
     for call in on_delivery:
         call()
@@ -180,8 +183,8 @@ def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
     """Return the first of the errors of several operations; None if the program was given one of them, see `deliver`.
 
     `close()` of a group or a Manager raises an undelivered error: otherwise the program would take the contents of its
-    arrays for results. An error's `_informed`, if it is set, has the threads that were given the error, see
-    `core.runtime.stream_readers`.
+    arrays for results. (Which threads were given an error is noted in its attribute `_informed`, if it has one, see
+    `core.runtime.stream_readers`.)
     """
     return None if not errors or any(getattr(each, "_delivered", False) for each in errors) else errors[0]
 

@@ -17,7 +17,7 @@ class ForeignFile(OSError):
 
 
 def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
-    """Return why a folder is not this user's alone, as the end of a sentence that begins with its path; "" if it is.
+    """Return why a folder is not for this user alone, as the end of a sentence that begins with its path, or "".
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def make_folder(path: str) -> None:
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Return a descriptor of an ordinary file of this user; a new one is for this user alone.
 
-    It never blocks, as opening a pipe would, and follows no link.
+    The call never blocks, as the opening of a pipe could, and follows no link.
 
     Raises
     ------

@@ -25,12 +25,12 @@ from ncclpy.errors import note, seconds
 
 __all__ = ["run_ranks"]
 
-#: Errors that usually follow from another rank's failure, so that they are reported last.
+#: Errors that usually follow from another rank's failure; they are reported last.
 _CONSEQUENCES = (ncclpy.NcclTimeout, ncclpy.NcclRemoteError, ncclpy.NcclAborted)
 #: Seconds for the other ranks to end once one has failed.
 _GRACE = 5.0
-#: The share of the deadline that one wait of a rank's communicator may take: its error, which names ranks, is raised
-#: before the deadline passes.
+#: The share of the deadline that one wait of a rank's communicator may take. It is less than 1 so that the error of such
+#: a wait, which names ranks, is raised before the deadline passes.
 _SHARE = 0.75
 #: Seconds of one wait for a rank's report, after which Python handles signals.
 _SLICE = 0.5
@@ -69,7 +69,7 @@ class _Job(NamedTuple):
             try:
                 comm.close()
             except (ncclpy.NcclRemoteError, ncclpy.NcclAborted):
-                comm.abort()  # the body has handled a failure of which the communicator cannot recover
+                comm.abort()  # the body has handled a failure after which the communicator cannot be closed
             return value
 
 
@@ -106,7 +106,7 @@ def run_ranks(
     env : mapping, optional
         Environment variables of the processes, such as ``{"NCCLPY_FAULTS": "rank=1 call=AllReduce do=kill"}``.
     killed : collection of int, optional
-        Ranks that must die before they return, as processes: the result of such a rank is None.
+        Ranks that must die before `body` returns, for example by `env`; only for processes. Their result is None.
 
     Returns
     -------
@@ -116,8 +116,9 @@ def run_ranks(
     Raises
     ------
     BaseException
-        The first error of a rank that is neither a timeout, nor about another rank's death, nor an abort; if all are
-        of these kinds, the first. The errors of the other ranks are its notes.
+        The first error that does not look like the consequence of another rank's failure. Timeouts, errors about
+        another rank and aborts do; if there are no other errors, the first of these is raised, an abort last. The
+        errors of the other ranks are its notes.
     TimeoutError
         If ranks are not done in time. The message says where each of them is. Threads cannot be ended and are left
         behind; processes are killed.
@@ -173,15 +174,16 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
         return [reports[rank].value for rank in range(nranks)]
     # In order of arrival, but errors that follow from others last.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
-    # Errors of NCCL that arrive after the ranks were stopped may result from the stop: of a rank that joined too late.
+    # Any NcclError that arrives after the ranks were stopped counts as a consequence: the stop may have caused it, for
+    # example on a rank that joined too late.
     consequent = {
         rank for rank, error in errors if isinstance(error, ncclpy.NcclError if rank in late else _CONSEQUENCES)
     }
     ordered = [(f"rank {rank}", error) for rank, error in errors if rank not in consequent]
     if stuck:
         names = f"rank{'s' if len(stuck) > 1 else ''} {', '.join(map(str, stuck))}"
-        places = "".join(f"\nrank {rank} is at:\n{ranks.where(rank)}" for rank in stuck)
-        ordered.append(("besides", TimeoutError(f"{names} not done {when}{places}")))
+        stacks = "".join(f"\nrank {rank} is at:\n{ranks.where(rank)}" for rank in stuck)
+        ordered.append(("besides", TimeoutError(f"{names} not done {when}{stacks}")))
     consequences = [(f"rank {rank}", error) for rank, error in errors if rank in consequent]
     ordered += sorted(consequences, key=lambda one: isinstance(one[1], ncclpy.NcclAborted))
     (source, first), others = ordered[0], ordered[1:]
@@ -260,12 +262,13 @@ class _Processes:
 
     def __init__(self, job: _Job, env: Mapping[str, str], killed: Collection[int]) -> None:
         self._killed = killed
-        self._places: dict[int, str] = {}
+        self._stacks: dict[int, str] = {}
         self._pipes: dict[Any, int] = {}
         self._processes: list[Any] = []
         self._nranks = job.nranks
         library = ncclpy.library()
-        # The library of this process, set before the child imports a module of the caller.
+        # Each rank's process loads the library that this process uses. It sets the variables before it unpickles the
+        # job, which imports the module of `body`.
         self._env = {"NCCLPY_LIBRARY": "host" if library.engine == "host" else library.path, **env}
         try:
             self._payload = bytes(multiprocessing.reduction.ForkingPickler.dumps(job))
@@ -298,19 +301,19 @@ class _Processes:
             pipe = ready[0]
             rank = self._pipes[pipe]
             try:
-                kind, word, text = pipe.recv()
+                kind, content, text = pipe.recv()
             except (EOFError, OSError):
                 self._forget(pipe)
                 return self._ended(rank)
-            if kind == "place":
-                self._places[rank] = word
+            if kind == "stack":
+                self._stacks[rank] = content
                 continue
             self._forget(pipe)
             if kind == "value" and rank in self._killed:
-                return _Report(rank, error=RuntimeError(f"rank {rank} was to be killed, and has returned {word!r}"))
+                return _Report(rank, error=RuntimeError(f"rank {rank} was to be killed, and has returned {content!r}"))
             if kind == "value":
-                return _Report(rank, value=word)
-            return _Report(rank, error=_rebuilt(rank, word, text))
+                return _Report(rank, value=content)
+            return _Report(rank, error=_rebuilt(rank, content, text))
 
     def _forget(self, pipe: Any) -> None:
         del self._pipes[pipe]
@@ -330,12 +333,12 @@ class _Processes:
     def stop(self) -> None:
         """Ask all ranks to abort their communicators."""
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the rank's process has ended
                 pipe.send("stop")
 
     def where(self, rank: int) -> str:
         """Return the stack of a rank's process at the time when it was asked to stop."""
-        return self._places.get(rank, f"  process {self._processes[rank].pid}, which does not answer\n")
+        return self._stacks.get(rank, f"  process {self._processes[rank].pid}, which does not answer\n")
 
     def end(self) -> None:
         """Kill what still runs."""
@@ -359,8 +362,8 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
     lock, stopping = threading.Lock(), threading.Event()
     comms: list[ncclpy.Communicator] = []
 
-    def tell(kind: str, word: Any, text: str = "") -> None:
-        message = multiprocessing.reduction.ForkingPickler.dumps((kind, word, text))  # before the lock: it may fail
+    def tell(kind: str, content: Any, text: str = "") -> None:
+        message = multiprocessing.reduction.ForkingPickler.dumps((kind, content, text))  # before the lock: it may fail
         with lock:
             pipe.send_bytes(message)
 
@@ -372,12 +375,12 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-            tell("place", _stack_of(main))
+            tell("stack", _stack_of(main))
             stopping.set()
             for comm in comms:
                 comm.abort()
-            pipe.recv()  # returns only when the parent is gone
-        os._exit(1)  # the parent has ended
+            pipe.recv()  # raises EOFError when the parent has ended
+        os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()
     try:

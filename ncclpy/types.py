@@ -14,8 +14,8 @@ import numpy as np
 
 __all__ = ["AVG", "MAX", "MIN", "PROD", "SUM", "DataType", "ReduceOp", "Result", "UniqueId"]
 
-# What arguments accept, for type checkers; the docstring of `Communicator` has it in words. The objects belong to
-# frameworks that ncclpy does not import, so no narrower type can be written.
+# The types of arguments, for type checkers. They are Any because the objects belong to frameworks that ncclpy does not
+# import; the docstring of `Communicator` says in words what is accepted.
 BufferLike: TypeAlias = Any
 StreamLike: TypeAlias = Any
 DeviceLike: TypeAlias = Any
@@ -27,10 +27,11 @@ _Returned = TypeVar("_Returned")
 
 
 class Need(Generic[_Parameters, _Returned]):
-    """Call a function of a higher layer.
+    """Call a function of a higher layer by a name.
 
-    A module may import only lower layers. It declares by a `Need`, with a name and a type, which function of a higher
-    layer it calls; ``ncclpy/__init__.py``, which may import every layer, says which one that is.
+    A module may import only lower layers. If it needs a function of a higher layer, it declares a `Need` with a name and
+    a type, and calls that. The table in ``ncclpy/__init__.py``, which may import every layer, has the function for each
+    name.
     """
 
     #: Finds a function by the name of the need, and imports its module at the first call; set by `ncclpy/__init__.py`.
@@ -165,9 +166,9 @@ def as_integer(value, argument: str, lowest: int = MIN_INT, highest: int = MAX_I
     Raises
     ------
     TypeError
-        If it is something else; `argument` is the name in the message.
+        If `value` is no integer; `argument` is its name in the message.
     ValueError
-        If it lies outside `lowest` to `highest`.
+        If `value` lies outside `lowest` to `highest`.
     """
     try:
         number = operator.index(value)

@@ -1,4 +1,4 @@
-/* The table of copies that one kernel makes, the kernel's only parameter.
+/* The table of copies that one kernel makes. The table is the kernel's only parameter.
  *
  * Each thread block copies one chunk of one copy. On GPUs coordinator/copy_kernel.py has the kernel, in PTX; the host
  * engine iterates over the table itself. */
@@ -7,18 +7,18 @@
 
 #include <stdint.h>
 
-/* As many as fit into 4 KiB, the limit for a kernel's parameters. */
+/* As many copies as fit into 4 KiB, the limit for a kernel's parameters. */
 #define NCCLPY_COPIES_MAX 144
-#define NCCLPY_COPY_CHUNK 32768
+#define NCCLPY_COPY_CHUNK 32768 /* bytes */
 #define NCCLPY_COPY_THREADS 256
 
 typedef struct {
   uint32_t count;
   uint32_t unused;
-  uint64_t from[NCCLPY_COPIES_MAX]; /* 0 for zeros */
+  uint64_t from[NCCLPY_COPIES_MAX]; /* address of the source; 0: write zeros */
   uint64_t to[NCCLPY_COPIES_MAX];
   uint64_t bytes[NCCLPY_COPIES_MAX];
-  uint32_t first_block[NCCLPY_COPIES_MAX]; /* of each copy, ascending from 0 */
+  uint32_t first_block[NCCLPY_COPIES_MAX]; /* the first thread block of each copy, ascending from 0 */
 } ncclpy_copies;
 
 #endif /* NCCLPY_COPY_MANY_H */

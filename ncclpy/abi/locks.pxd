@@ -19,7 +19,8 @@ cdef extern from "ordered_mutex.h" nogil:
     int mutex_trylock "ncclpy_mutex_trylock"(mutex_t*)
     int mutex_unlock "ncclpy_mutex_unlock"(mutex_t*)
 
-    # For locks that are no `mutex_t`; no effect unless the build asserts the order.
+    # Call `lock_wanted` before a thread waits for a lock in a loop of `mutex_trylock`, which does not check the order.
+    # For locks that are no `mutex_t`, call all three. Without DEBUG_LOCKS these functions do nothing.
     void lock_wanted "ncclpy_lock_wanted"(ncclpy_lock, const void*)
     void lock_taken "ncclpy_lock_taken"(ncclpy_lock, const void*)
     void lock_released "ncclpy_lock_released"(ncclpy_lock, const void*)

@@ -5,7 +5,7 @@
  * function table, the host engine's prototypes and the tests are made. tests/abi compiles this file beside the real
  * nccl.h of several releases and compares sizes, offsets, values and prototypes.
  *
- * Its include guard is not nccl.h's: one file can include both, if it includes one of them inside a C++ namespace.
+ * This file has an include guard of its own, so a C++ file can include it and nccl.h, one of them inside a namespace.
  */
 #ifndef NCCLPY_NCCL_ABI_H
 #define NCCLPY_NCCL_ABI_H

@@ -1,4 +1,5 @@
-/* The record of the locks that each thread holds, in a build with -Ddebug_locks=true, for all parts of the package. */
+/* Checks of the order of locks, for a build with -Ddebug_locks=true: each thread records the locks that it holds. All
+ * compiled parts of the package share this record. */
 #define _GNU_SOURCE
 #include "ordered_mutex.h"
 
@@ -27,30 +28,30 @@ typedef struct {
   const char* words;
   uint64_t under; /* the locks that may be taken under it, directly */
   int how;
-} place;
+} lock_rule;
 
-/* No lock earlier in the list may be taken under a later one, so that no cycle is allowed. */
+/* Under a lock only locks that are later in the list may be taken, so that no cycle is possible. */
 #define NCCLPY_DOWN(name, words, under, how) \
-  _Static_assert(((under) & ~NCCLPY_BELOW(name)) == 0, "what may be taken under " words " stands further up");
+  _Static_assert(((under) & ~NCCLPY_BELOW(name)) == 0, "a lock that may be taken under " words " stands before it in the list");
 NCCLPY_LOCKS(NCCLPY_DOWN)
 _Static_assert(NCCLPY_LOCK_COUNT <= 64, "the locks are the bits of a number");
 
-#define NCCLPY_PLACE(name, words, under, how) {words, under, how},
-static const place places[] = {NCCLPY_LOCKS(NCCLPY_PLACE)};
+#define NCCLPY_RULE(name, words, under, how) {words, under, how},
+static const lock_rule rules[] = {NCCLPY_LOCKS(NCCLPY_RULE)};
 
 /* The locks that this thread holds, in the order in which it took them. */
-enum { MOST = 256 };
+enum { MAX_HELD = 256 };
 static __thread struct {
   ncclpy_lock lock;
   const void* which;
-} held[MOST];
+} held[MAX_HELD];
 static __thread int count;
 
 /* The locks that may be taken under a lock, also indirectly. */
 static uint64_t all_under(ncclpy_lock lock) {
-  uint64_t all = places[lock].under;
+  uint64_t all = rules[lock].under;
   for (int i = lock + 1; i < NCCLPY_LOCK_COUNT; i++) {
-    if (all >> i & 1) all |= places[i].under;
+    if (all >> i & 1) all |= rules[i].under;
   }
   return all;
 }
@@ -62,7 +63,8 @@ static int has_gil(void) {
   return current != NULL && PyGILState_GetThisThreadState != NULL && current == PyGILState_GetThisThreadState();
 }
 
-static void end(const char* format, ...) {
+/* Ends the process with a message, the locks that this thread holds, and its stack. */
+static void fail(const char* format, ...) {
   char name[16] = "?";
   void* frames[64];
   va_list values;
@@ -72,7 +74,7 @@ static void end(const char* format, ...) {
   vfprintf(stderr, format, values);
   va_end(values);
   fprintf(stderr, ".\nIt holds, from the first taken:\n");
-  for (int i = 0; i < count; i++) fprintf(stderr, "  %s (%p)\n", places[held[i].lock].words, held[i].which);
+  for (int i = 0; i < count; i++) fprintf(stderr, "  %s (%p)\n", rules[held[i].lock].words, held[i].which);
   fprintf(stderr, "docs/locks.md says what may be taken under what. The thread's stack:\n");
   fflush(stderr);
   backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
@@ -80,24 +82,24 @@ static void end(const char* format, ...) {
 }
 
 void ncclpy_lock_wanted(ncclpy_lock lock, const void* which) {
-  const place* const wanted = &places[lock];
+  const lock_rule* const wanted = &rules[lock];
   if ((wanted->how & NCCLPY_AWAITED_WITHOUT_GIL) && has_gil())
-    end("it waits for %s (%p) and has not given the GIL up", wanted->words, which);
+    fail("it waits for %s (%p) and has not given the GIL up", wanted->words, which);
   for (int i = 0; i < count; i++) {
     if (held[i].lock == lock) {
       if (held[i].which == which && (wanted->how & NCCLPY_AGAIN)) continue;
-      if (held[i].which == which) end("it waits for %s (%p), which it holds", wanted->words, which);
+      if (held[i].which == which) fail("it waits for %s (%p), which it holds", wanted->words, which);
       if ((uintptr_t)held[i].which < (uintptr_t)which && (wanted->how & NCCLPY_BY_ADDRESS)) continue;
     } else if (all_under(held[i].lock) >> lock & 1) {
       continue;
     }
-    end("it waits for %s (%p) while it holds %s (%p)", wanted->words, which, places[held[i].lock].words,
-        held[i].which);
+    fail("it waits for %s (%p) while it holds %s (%p)", wanted->words, which, rules[held[i].lock].words,
+         held[i].which);
   }
 }
 
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which) {
-  if (count == MOST) end("it takes %s (%p), and holds more locks than are counted", places[lock].words, which);
+  if (count == MAX_HELD) fail("it takes %s (%p), and holds more locks than are counted", rules[lock].words, which);
   held[count].lock = lock;
   held[count].which = which;
   count++;
@@ -106,20 +108,20 @@ void ncclpy_lock_taken(ncclpy_lock lock, const void* which) {
 void ncclpy_lock_released(ncclpy_lock lock, const void* which) {
   int i = count - 1;
   while (i >= 0 && (held[i].lock != lock || held[i].which != which)) i--;
-  if (i < 0) end("it gives %s (%p) back, which it does not hold", places[lock].words, which);
+  if (i < 0) fail("it gives %s (%p) back, which it does not hold", rules[lock].words, which);
   for (count--; i < count; i++) held[i] = held[i + 1];
 }
 
 void ncclpy_lock_none(ncclpy_lock first, const char* before) {
   for (int i = 0; i < count; i++) {
-    if (held[i].lock >= first) end("%s, while it holds %s (%p)", before, places[held[i].lock].words, held[i].which);
+    if (held[i].lock >= first) fail("%s, while it holds %s (%p)", before, rules[held[i].lock].words, held[i].which);
   }
 }
 
 static void gil_wanted(void) {
   for (int i = 0; i < count; i++) {
-    if (!(places[held[i].lock].how & NCCLPY_TAKES_GIL))
-      end("it waits for the GIL while it holds %s (%p)", places[held[i].lock].words, held[i].which);
+    if (!(rules[held[i].lock].how & NCCLPY_TAKES_GIL))
+      fail("it waits for the GIL while it holds %s (%p)", rules[held[i].lock].words, held[i].which);
   }
 }
 

@@ -1,6 +1,6 @@
-/* Mutexes that are taken in one order. In a normal build they are pthread mutexes. With -Ddebug_locks=true each mutex
- * has its place in the order and each thread a record of the locks that it holds: a thread that waits for a lock out
- * of order ends the process with a message.
+/* Mutexes that all threads take in the same order. In a normal build they are pthread mutexes. With -Ddebug_locks=true
+ * each mutex has a position in that order, and each thread keeps a record of the locks that it holds: a thread that
+ * waits for a lock out of order ends the process with a message.
  *
  * The list is the one in docs/locks.md, outermost locks first, and a test compares the two. A row has the lock's name,
  * the words by which that page names it, the locks that may be taken directly under it (whatever may be taken under
@@ -59,10 +59,10 @@
 typedef enum { NCCLPY_LOCKS(NCCLPY_LOCK_NUMBER) NCCLPY_LOCK_COUNT } ncclpy_lock;
 
 enum {
-  NCCLPY_TAKES_GIL = 1,            /* a thread that holds it may wait for the GIL */
-  NCCLPY_AWAITED_WITHOUT_GIL = 2,  /* it may be held for long: a thread must release the GIL to wait for it */
-  NCCLPY_BY_ADDRESS = 4,           /* a thread may hold several, taken in the order of their addresses */
-  NCCLPY_AGAIN = 8                 /* a thread that holds it may take it again */
+  NCCLPY_TAKES_GIL = 1,            /* a thread that holds the lock may wait for the GIL */
+  NCCLPY_AWAITED_WITHOUT_GIL = 2,  /* the lock may be held for long: a thread must release the GIL to wait for it */
+  NCCLPY_BY_ADDRESS = 4,           /* a thread may hold several such locks, taken in the order of their addresses */
+  NCCLPY_AGAIN = 8                 /* the lock is recursive: a thread that holds it may take it again */
 };
 
 #ifndef NCCLPY_DEBUG_LOCKS
@@ -96,7 +96,8 @@ typedef struct ncclpy_mutex {
 void ncclpy_lock_wanted(ncclpy_lock lock, const void* which);
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which);
 void ncclpy_lock_released(ncclpy_lock lock, const void* which);
-/* Ends the process if this thread holds `first` or a lock after it in the list. */
+/* Ends the process if this thread holds `first` or a lock after it in the list. `before` is for the message: what the
+   thread is about to do. */
 void ncclpy_lock_none(ncclpy_lock first, const char* before);
 
 static inline int ncclpy_mutex_init(ncclpy_mutex* mutex, ncclpy_lock lock) {

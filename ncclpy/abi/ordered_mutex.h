@@ -25,7 +25,7 @@
   LOCK(MONITOR, "the monitor's mutex", 0, 0)                                                                         \
   LOCK(SEGMENTS, "the mutex of segments", 0, 0)                                                                      \
   LOCK(LIBRARY, "the library's", 0, NCCLPY_TAKES_GIL | NCCLPY_AGAIN)                                                 \
-  /* The host engine's. */                                                                                           \
+  /* Locks of the host engine. */                                                                                    \
   LOCK(CONTROL, "a communicator's `control`", NCCLPY_BELOW(CONTROL), NCCLPY_AWAITED_WITHOUT_GIL)                     \
   LOCK(GRAPH, "a graph's mutex", NCCLPY_ONE(ISSUING) | NCCLPY_STREAMS, 0)                                            \
   LOCK(ISSUING, "a communicator's `issuing_`", NCCLPY_STREAMS, 0)                                                    \
@@ -48,7 +48,7 @@
   LOCK(AWAITED_RANKS, "awaited ranks", 0, 0)                                                                         \
   LOCK(SWEEPER, "the sweeper's", 0, 0)                                                                               \
   LOCK(WATCH, "the watch's", 0, 0)                                                                                   \
-  /* Those of stores. */                                                                                             \
+  /* Locks of stores and of the coordinator. */                                                                      \
   LOCK(STORE_CLIENT, "a store's client's", NCCLPY_ONE(STORE_CONNECTIONS) | NCCLPY_ONE(STORE_DESCRIPTORS), 0)         \
   LOCK(STORE_CONNECTIONS, "the connection thread's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                               \
   LOCK(COORDINATOR, "a coordinator's control plane's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                             \

@@ -32,7 +32,7 @@ typedef struct {
 
 /* Under a lock only locks that are later in the list may be taken, so that no cycle is possible. */
 #define NCCLPY_DOWN(name, words, under, how) \
-  _Static_assert(((under) & ~NCCLPY_BELOW(name)) == 0, "a lock that may be taken under " words " is before it in the list");
+  _Static_assert(((under) & ~NCCLPY_BELOW(name)) == 0, "a lock allowed under " words " stands before it in the list");
 NCCLPY_LOCKS(NCCLPY_DOWN)
 _Static_assert(NCCLPY_LOCK_COUNT <= 64, "the locks are the bits of a number");
 

@@ -17,11 +17,11 @@ cdef tuple CALL_NAMES  # names of the NCCL functions of FINALIZE to RESUME
 cdef class CommCall(Call):
     cdef Handle comm
     cdef int kind
-    cdef bint begun  # the call holds the communicator's lock
-    cdef bint finalized  # there is nothing left to finalize
+    cdef bint begun  # the call has taken the communicator's lock
+    cdef bint finalized  # the communicator was finalized or revoked before: the call only destroys it
     cdef bint abort_only  # a finalization would wait for an aborted rank: the communicator is aborted instead
-    cdef bint abort_frees  # and NCCL frees the communicator with that abort
-    cdef double deadline  # of the finalization before destruction
+    cdef bint abort_frees  # NCCL frees the communicator at that abort, see `abort.is_freed`
+    cdef double deadline  # of the finalization that precedes the destruction
     cdef ncclWindow_t* window  # the variable that holds the window; set to NULL before NCCL deregisters the window
     cdef object window_owner  # keeps the memory of that variable
     cdef ncclResult_t result
@@ -36,7 +36,7 @@ cdef class CommCall(Call):
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil
 
 
-# Make a call that takes only the communicator and a flag (FINALIZE, REVOKE, ...), and wait until it is done.
+# Make the call FINALIZE, REVOKE, SUSPEND or RESUME, and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
 
 # Abort a communicator with all that is tied to it; within a group, when the group ends.

@@ -29,7 +29,10 @@ CALL_NAMES = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclComm
 
 
 cdef class CommCall(Call):
-    """A call that takes only the communicator, in a thread of its own, since it can wait for other ranks."""
+    """A call that ends or changes a communicator, or deregisters a window; it can wait for other ranks.
+
+    NCCL is therefore called in a thread of its own, and the caller waits for that thread.
+    """
 
     def __dealloc__(self):
         free(self.words)
@@ -83,16 +86,16 @@ cdef class CommCall(Call):
         self.comm.unlock()
 
     cdef ncclResult_t _destroy(self) noexcept nogil:
-        """Finalize, which waits for what the communicator has issued, and destroy; then destroy the guard likewise."""
+        """Finalize (this waits for the issued operations) and destroy the communicator; then do so with its guard."""
         cdef ncclResult_t result = ncclSuccess
         cdef ncclComm_t raw, guard
         if self.abort_only:
             return self._abort()
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
-        # NULL after an abort. The handle is detached because NCCL would free it twice if it were aborted while it is
-        # destroyed. The host engine would not: there the handle stays, so that an abort can make this thread's call
-        # return.
+        # With NCCL the handle is detached now: an abort during the destruction would free the communicator a second
+        # time. On the host engine the handle stays, so that an abort can make this thread's call return. `raw` is NULL
+        # if another thread's abort has taken the handle.
         raw = self.comm.raw if abort_preempts else self.comm.detach_handle()
         if result != ncclInProgress:  # else NCCL still works on the communicator
             drop_ranges(<void*>self.comm, raw)  # registrations that users have not closed
@@ -103,15 +106,16 @@ cdef class CommCall(Call):
             nccl.ncclCommAbort(raw)
         if abort_preempts:
             raw = self.comm.detach_handle()
-        if raw != NULL and self.comm.precall_hook != NULL:  # else the thread that aborts it tells the hook
-            # Here, without the GIL: a thread that frees the communicator's memory may hold the GIL and wait for the
-            # hook.
+        if raw != NULL and self.comm.precall_hook != NULL:  # if `raw` is NULL, the aborting thread tells the hook
+            # The hook is told here, without the GIL: a thread that frees memory registered with the communicator may
+            # hold the GIL while it waits for the hook.
             self.comm.precall_hook.note_ended(self.comm.precall_hook)
-        # The guard stays available until it is destroyed: its abort makes this thread's call return.
+        # The guard stays in the handle during its finalization: the guard's abort makes this thread's call return.
         guard = self.comm.guard_handle(False)
         if guard != NULL and result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
-        guard = self.comm.guard_handle(not abort_preempts)  # NCCL's abort would free it while this thread uses it
+        # With NCCL the guard is taken out now: an abort would free it while this thread uses it.
+        guard = self.comm.guard_handle(not abort_preempts)
         if guard == NULL:
             return result
         if result == ncclSuccess:
@@ -140,12 +144,15 @@ cdef class CommCall(Call):
 
     cdef ncclResult_t _destroy_handle(self, ncclComm_t raw) noexcept nogil:
         cdef ncclResult_t result = self._poll(NULL, nccl.ncclCommDestroy(raw), 0)
-        if result != ncclSuccess and abort_preempts:  # with NCCL the state of the handle is unknown
+        if result != ncclSuccess and abort_preempts:  # with NCCL the handle's state is unknown: no call may use it
             nccl.ncclCommAbort(raw)
         return result
 
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:
-        """Wait until a call that NCCL makes in the background is over."""
+        """Wait until a call that NCCL makes in the background is over, and return its result.
+
+        Return ncclInProgress past the deadline and after an abort; ncclSuccess if an abort has taken the handle.
+        """
         cdef ncclResult_t state
         cdef double started = now()
         cdef bint gone
@@ -154,7 +161,7 @@ cdef class CommCall(Call):
                 return ncclInProgress
             pause(now() - started)
             mutex_lock(&self.comm.gate)
-            gone = raw != self.comm.raw and raw != self.comm.guard  # an abort has taken it
+            gone = raw != self.comm.raw and raw != self.comm.guard  # an abort has taken the handle
             gone = gone or nccl.ncclCommGetAsyncError(raw, &state) != ncclSuccess
             mutex_unlock(&self.comm.gate)
             if gone:
@@ -163,18 +170,18 @@ cdef class CommCall(Call):
         return ncclSuccess if result == ncclInProgress else result
 
 
-# Seconds that a close waits at most until the other ranks are told that this rank has left.
+# The most seconds that a close waits until the other ranks are told that this rank has left.
 cdef double LEAVE_PATIENCE = 1.0
 
 # Seconds that NCCL may take to end a communicator on which nothing runs; it takes half a second on idle machines. A
 # Python variable, so that a test can lower it.
 _END_PATIENCE = 3.0
 
-# From this release on ncclCommFinalize waits in a barrier for all ranks of the machine, after what was issued.
+# From this release on ncclCommFinalize, after the issued operations, waits in a barrier for all ranks of the machine.
 cdef int FINALIZE_BARRIER_VERSION = 23100
 
-# Seconds that the end of a communicator may take before ncclpy checks whether it waits for ranks of this process that
-# are still open: LOCAL_PEERS_PATIENCE with an NCCL that waits for such ranks, _UNKNOWN_PATIENCE with any other.
+# Seconds that NCCL may take to end a communicator before ncclpy checks whether local peers are still open, for which
+# NCCL may be waiting: LOCAL_PEERS_PATIENCE if this NCCL is known to wait for them, else _UNKNOWN_PATIENCE.
 cdef double LOCAL_PEERS_PATIENCE = 0.02
 _UNKNOWN_PATIENCE = 1.0
 
@@ -186,13 +193,15 @@ _log = logging.getLogger("ncclpy.core")
 cdef class Destruction(CommCall):
     """Finalize and destroy a communicator, and wait for that, but not for ranks of this process that are still open.
 
-    A thread that closes the communicators of several devices one after the other would block in the first close. So
-    once the device is idle, which means that all that was issued is done, the call is left behind in its own thread,
-    where NCCL waits; the close of the last of these communicators waits for the others to end. If one of them was
-    aborted, it never joins NCCL's barrier, and this communicator is aborted as well.
+    NCCL waits for those ranks. A thread that closes the communicators of several devices one after the other would
+    therefore block in the first close. So once the device is idle, and with it all issued operations done, the call is
+    left behind in its own thread, where NCCL waits. The close of the last local peer waits for the calls left behind.
+    A local peer that was aborted never joins NCCL's barrier: then this communicator is aborted as well.
     """
 
-    cdef bint returned  # both are set under the GIL, each in one step with a check of the other
+    # Each flag is set under the GIL, in one step with a check of the other: the call has returned; `wait` has returned
+    # although the call has not.
+    cdef bint returned
     cdef bint left_behind
 
     cdef int make(self) except -1:
@@ -203,7 +212,7 @@ cdef class Destruction(CommCall):
             forget_ending(self)
             if self.result != ncclSuccess and self.comm.abort_state.threads is None:
                 error = nccl_error(self.result, b"ncclCommDestroy", self.words)
-                _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log may keep its arguments
+                _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log handler may keep its arguments
         return 0
 
     cdef bint wait(self, double deadline) except -1:
@@ -234,7 +243,7 @@ cdef class Destruction(CommCall):
         return True
 
     cdef int wait_for_local_peers(self, double deadline) except -1:
-        """Wait for the ends of local peers that waited for this one, unless another local peer is still open."""
+        """Wait for the calls that closes of local peers have left behind; return at once if a local peer is open."""
         if _are_open(local_peers_of(self.comm)):
             return 0
         for _, call in endings_of(self.comm):
@@ -256,7 +265,7 @@ cdef bint _are_open(list local_peers) except -1:
 
 
 cdef int call_blocking(Handle handle, int kind) except -1:
-    """Make a call that takes only the communicator and a flag, and wait until it is done."""
+    """Make the call FINALIZE, REVOKE, SUSPEND or RESUME, and wait until it is done."""
     cdef CommCall call = CommCall()
     cdef str what = CALL_NAMES[kind]
     if handle.state != SUSPENDED or kind not in (SUSPEND, RESUME):
@@ -311,7 +320,7 @@ cdef int _close(Handle handle, double limit) except -1:
             abort_now(handle, ABORT_DEADLINE)
             _release(handle)
             return 0
-        finish(handle, "initialisation", deadline_after(limit))  # an abort now would abort the parent too, see `tied`
+        finish(handle, "initialisation", deadline_after(limit))  # an abort would end the parent too, see `tied`
     if handle.state in (READY, FINALIZED, SUSPENDED):
         failures += _end(handle, limit)
     elif handle.state == FAILED and (handle.raw != NULL or handle.guard != NULL):
@@ -350,8 +359,8 @@ cdef list _end(Handle handle, double limit):
         _wait_for_marked(handle, deadline, started)
         if handle.hook_keeper is not None:
             handle.hook_keeper.wait(handle, deadline)
-        # To end this communicator, NCCL would wait for an aborted rank, which never arrives: so the communicator is
-        # aborted. An abort waits neither for ranks nor for issued operations: the operations must have ended before.
+        # If a local peer was aborted, NCCL's barrier would wait for it without end: this communicator is then aborted
+        # instead of finalized. An abort does not wait for issued operations, so these are waited for here.
         call.abort_only = handle.abort_state.peer_aborted and _waits_for_local_peers()
         if call.abort_only:
             call.abort_frees = is_freed(handle, [handle])
@@ -370,7 +379,7 @@ cdef list _end(Handle handle, double limit):
         failures = _release(handle)
     except ValueError:  # a window is recorded in a group that has not ended: nothing was released
         if state_before != FINALIZED:
-            handle.become(state_before)  # has no effect if it was aborted meanwhile
+            handle.become(state_before)  # no effect if the communicator was aborted meanwhile
         raise
     except BaseException as error:
         abort_and_report([handle], "close: it was interrupted", error)
@@ -379,9 +388,9 @@ cdef list _end(Handle handle, double limit):
         handle.hook_keeper.close(handle)
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
-    # The deadline is for what was issued; NCCL gets `_END_PATIENCE` seconds more to end the communicator.
-    if handle.peer_status is not None:  # first: a rank with an operation that this end breaks asks why it broke
+    if handle.peer_status is not None:  # first: if the end breaks an operation of another rank, that rank asks why
         handle.peer_status.leave()
+    # The deadline is for the issued operations; NCCL gets `_END_PATIENCE` seconds more to end the communicator.
     call.run_blocking("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_END_PATIENCE)
     if call.left_behind:
         handle.become(CLOSED)
@@ -391,7 +400,8 @@ cdef list _end(Handle handle, double limit):
     if handle.state == ABORTED:
         return failures
     handle.become(CLOSED)
-    if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:  # WAS_ABORTED: another thread closed it
+    # WAS_ABORTED: another thread has ended the communicator.
+    if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:
         failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
     return failures
 
@@ -403,7 +413,7 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
         return wait_stream(handle, (<Stream>handle.stream).raw, b"close", deadline)
     except NcclTimeout:
         raise
-    except NcclError:  # it has failed, or was revoked: its resources are released nevertheless
+    except NcclError:  # an operation failed, or the communicator was revoked: its resources are released nevertheless
         if handle.state != FINALIZED:
             raise
     return 0
@@ -439,7 +449,7 @@ cdef int _wait_for_device(Handle handle, double deadline, double started) except
 cdef list _release(Handle handle):
     """Release the communicator's resources, private stream and memory; return the errors."""
     failures = _close_all(handle.resources)
-    # After an abort waits may not have ended yet: then the stream is released with the handle.
+    # After an abort, a wait for the stream may not have ended yet: then the stream is released with the handle.
     if handle.stream is not None and not handle.waiters:
         handle.stream.close()
         handle.stream = None

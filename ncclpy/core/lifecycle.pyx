@@ -28,7 +28,7 @@ from ncclpy.core.calls.group import Group
 from ncclpy.core.runtime.library import library as _library
 from ncclpy.types import MAX_ADDRESS as _MAX_ADDRESS, Need as _Need, Result, UniqueId, as_integer, as_unique_id
 
-#: Called with a timeout, returns the `ncclpy.peers.starting.Start` of one communicator of the launcher's processes.
+#: Takes a timeout; returns the `ncclpy.peers.starting.Start` of one communicator of the launcher's processes.
 _start_by_launcher = _Need("start_by_launcher")
 #: Agrees with the ranks of an MPI communicator on a unique id and on devices.
 _exchange_over_mpi = _Need("exchange_over_mpi")
@@ -71,7 +71,7 @@ cdef object _caller():
 
 
 cdef int _prepare_init(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
-    """Prepare NCCL's arguments, and decide how the communicator is waited for."""
+    """Fill in NCCL's arguments; decide whether the communicator has a guard, and whether its init call returns early."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
     made.site = _caller()
@@ -86,7 +86,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.abortable = bool(abortable)
     blocking = None if config is None else config.blocking
     if blocking is None and inherits:
-        blocking = not parent.nonblocking  # a parent from from_handle() has no Config that would say it
+        blocking = not parent.nonblocking  # a parent from from_handle() has no Config with this setting
     # A communicator that can be ended at any time needs a guard. With NCCL before 2.18, which can make none, the
     # communicator is nonblocking instead, and every call is polled.
     endable = blocking is not False and (made.limit != FOREVER or made.abortable)
@@ -97,7 +97,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.init_state.fill(config, guarded, None if blocking is None and not endable else not made.nonblocking)
     made.init_state.init_args.inherits = inherits and not endable
     if guarded:
-        warn_of_overrides()  # before NCCL is called; what its configuration file overrides is known only later
+        warn_of_overrides()  # before NCCL is called; NCCL's configuration file may add overrides later
     if parent is not None:
         made.parent = parent
         made.parent_pointer = <void*>parent
@@ -107,7 +107,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
 
 
 cdef int _make(Handle parent, Handle made, int kind) except -1:
-    """Make the call. `parent` is None for a new clique."""
+    """Make the call that makes a communicator. `parent` is None for a new clique."""
     cdef Operation operation
     memset(&operation, 0, sizeof(operation))
     note_local_peer(made)
@@ -156,7 +156,7 @@ def _new_id():
 
 
 def device_of(place):
-    """Return the device of a process by its place (`ncclpy.bootstrap.Place`) on its machine."""
+    """Return the ordinal of the device that a process uses, by its place (`ncclpy.bootstrap.Place`)."""
     count = _device.device_count()
     if count == 1:
         return 0  # each process sees only its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
@@ -178,7 +178,7 @@ cdef object comm_from_env(object cls, object device, dict options):
     try:
         device = device_of(place) if device is None else as_device(device)
         brought = _new_id() if place.rank == 0 else b""
-        # Before NCCL is called, which could not tell which ranks are missing.
+        # The ranks meet before NCCL is called, because NCCL could not tell which ranks are missing.
         unique_id = start.meet(brought)
         comm = cls.__new__(cls)
         made = <Handle?>comm
@@ -194,7 +194,7 @@ cdef object comm_from_env(object cls, object device, dict options):
         if place.size > 1:
             made.peer_status = start.peer_status_of(comm)
             made.status.is_noting = made.peer_status is not None
-    except BaseException as error:  # the caller gets no reference to it
+    except BaseException as error:  # the caller gets no reference to the communicator
         abort_and_report([made], "from_env did not return it", error)
         raise
     return comm
@@ -326,7 +326,7 @@ cdef object grow_id_of(Handle parent):
 
 
 cdef str _text_of(object reason):
-    """Return a user's reason as text, or its class's name if that raises."""
+    """Return a user's reason as text; if `str` raises, the name of its class."""
     try:
         return str(reason)
     except Exception:
@@ -379,10 +379,10 @@ cdef class Lifecycle(Handle):
             which may differ, or none does: a communicator with a timeout has a guard (see ``abortable``).
         abortable : bool, optional
             Whether every call and operation can be ended at any time, by `abort` or Ctrl-C; a timeout implies it. The
-            communicator is then split from a second one, its guard: calls cost no more than without, initialisation
-            about twice as much, and on a GPU it takes some 130 MiB of memory. All ranks pass the same. False by
-            default; children inherit it. (NCCL before 2.18 has no guards: there NCCL runs nonblocking underneath,
-            which costs a thread hop per call.)
+            communicator is then split from a second one, its guard. A guard makes no call slower, but initialisation
+            takes about twice as long, and on a GPU the guard takes some 130 MiB of memory. All ranks pass the same.
+            False by default; children inherit it. (NCCL before 2.18 cannot make guards: there ncclpy makes a
+            nonblocking communicator, which costs a thread hop per call.)
 
         Returns
         -------
@@ -407,9 +407,9 @@ cdef class Lifecycle(Handle):
         `ncclpy.bootstrap.environment`), and the id through the rendezvous store of these processes
         (`ncclpy.bootstrap.rendezvous`). All of them call this, any number of times, each time for a new clique.
 
-        When an operation fails later, by a deadline, a dead peer or ranks that do not agree, the error tells what each
-        rank does, which the ranks exchange through that store, and ``error.ranks`` lists it. The exchange takes 0.3 s
-        if a rank does not answer, and 3 s if the store does not.
+        If an operation fails later, by a deadline, a dead peer or ranks that make different calls, the ranks exchange
+        through that store what each of them does. The error's message says it, and ``error.ranks`` lists it. The
+        exchange takes 0.3 s if a rank does not answer, and 3 s if the store does not.
 
         Parameters
         ----------
@@ -418,7 +418,7 @@ cdef class Lifecycle(Handle):
         config : Config, optional
             As in `init`.
         timeout : float, optional
-            Seconds for the rendezvous of the processes, 300 by default; and as in `init`.
+            Seconds for the rendezvous of the processes, 300 by default; afterwards for each wait, as in `init`.
         abortable : bool, optional
             As in `init`.
 
@@ -433,11 +433,11 @@ cdef class Lifecycle(Handle):
         ValueError
             If the launcher's variables are incomplete or contradictory; or there are too few devices.
         NcclTimeout
-            If not all processes have joined in time. The message names them, and tells which processes have ended, if
-            the store knows; ``missing`` lists them. All ranks get the same message.
+            If not all processes have joined in time. The message names the missing ones and, if the store knows, says
+            which processes have ended; ``missing`` lists the missing ones. All ranks get the same message.
         NcclRemoteError
-            If another rank has failed; the message has the error that the failed rank itself raises. A wait inside
-            NCCL is ended this way only for a communicator that can be ended at any time, see ``abortable``.
+            If another rank has failed; the message has the error that the failed rank itself raises. A rank that waits
+            inside NCCL raises it only if its communicator can be ended at any time, see ``abortable``.
         """
         options = {"config": config, "timeout": timeout, "abortable": abortable}
         return comm_from_env(cls, device, options)
@@ -459,7 +459,7 @@ cdef class Lifecycle(Handle):
         config : Config, optional
             As in `init`.
         timeout : float, optional
-            Seconds for the rendezvous of the ranks, 300 by default; and as in `init`.
+            Seconds for the rendezvous of the ranks, 300 by default; afterwards for each wait, as in `init`.
         abortable : bool, optional
             As in `init`.
 
@@ -693,7 +693,7 @@ cdef class Lifecycle(Handle):
     def finalize(self):
         """Flush what was issued, on all ranks (`ncclCommFinalize`); after that only `close` may be called."""
         call_blocking(self, FINALIZE)
-        self.become(FINALIZED)  # no effect if it was aborted meanwhile
+        self.become(FINALIZED)  # no effect if the communicator was aborted meanwhile
 
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
@@ -709,7 +709,7 @@ cdef class Lifecycle(Handle):
 
         All ranks call this. User memory stays as it is: registered buffers, windows with their memory, and signals
         that no rank has waited for yet. Windows and registrations can be closed meanwhile, and so can the
-        communicator. Every other call raises `ValueError` before NCCL is called, which would use released memory.
+        communicator. Every other call raises `ValueError` and does not call NCCL, which would use the released memory.
 
         Raises
         ------
@@ -784,14 +784,14 @@ cdef class Lifecycle(Handle):
     def close(self, timeout=None):
         """Destroy the communicator, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).
 
-        The call waits for threads that are in a call, and for all work that was issued; new work is refused meanwhile.
-        A communicator that is still initialising is aborted instead, as a close would have to wait for ranks that may
-        never join. A second close does nothing. If a child or a resource cannot be released, the others still are; the
-        error is raised at the end.
+        This waits for calls of other threads on the communicator and for all issued work; new work is refused
+        meanwhile. A communicator that is still initialising is aborted instead, since a close would have to wait for
+        ranks that may never join. A second close does nothing. If a child or a resource cannot be released, the others
+        are released nevertheless, and the error is raised at the end.
 
         NCCL 2.31 and newer end a communicator on all ranks of a machine together. Ranks in one process may
-        nevertheless be closed one by one: NCCL ends the first ones when the last one is closed. The call waits for
-        other processes.
+        nevertheless be closed one by one: NCCL ends the first ones when the last one is closed. A close does wait for
+        the ranks of other processes.
 
         Parameters
         ----------
@@ -804,7 +804,8 @@ cdef class Lifecycle(Handle):
         NcclTimeout
             If the work was not done in time; the communicator is aborted.
         RuntimeError
-            In a signal handler that has interrupted this thread's wait for the communicator: call `abort` to end it.
+            If a signal handler that has interrupted this thread's wait for the communicator calls this; it may call
+            `abort` instead.
         """
         close_comm(self, timeout)
 

@@ -71,7 +71,7 @@ cdef object _caller():
 
 
 cdef int _prepare_init(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
-    """Fill in NCCL's arguments; decide whether the communicator has a guard, and whether its init call returns early."""
+    """Fill in NCCL's arguments; decide whether there is a guard, and whether the init call returns early."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
     made.site = _caller()

@@ -10,7 +10,7 @@ from ncclpy.core.arguments.operation cimport Operation
 cdef struct Step:
     Operation operation
     PyObject* handle  # a Handle
-    Mark* mark  # valid while the calls are made
+    Mark* mark  # the operation's mark for the watchdog, or NULL; valid while the calls are made
     ncclResult_t polled  # the result of polling its communicator, if it was polled
 
 
@@ -22,10 +22,10 @@ cdef struct CallBatch:
     PyObject** handles  # each handle once, in the order in which they are locked; NULL if the steps are in that order
     size_t nhandles
     bint grouped  # between ncclGroupStart and ncclGroupEnd
-    bint watched  # the watchdog is told of the calls
+    bint watched  # the calls are reported to the watchdog
     bint marked  # the calls also get marks, by which the watchdog finds an operation that is stuck on the device
     double limit  # seconds that the calls may take; negative for the limit of each communicator
-    unsigned long caller  # the thread for which another thread makes the calls; else 0
+    unsigned long caller  # if another thread makes the calls for the caller: the number of the caller's thread; else 0
     ncclSimInfo_t* simulated  # receives the estimate of a simulated group, which launches nothing; else NULL
     # The outcome.
     size_t failed  # index of the step that was refused, or `count`

@@ -25,8 +25,9 @@ cdef class Group:
     cdef PyObject* recent  # the communicator of the last operation
     cdef list handles  # every communicator of the group, once
     cdef list inits  # (index of the operation, the communicator that it makes)
-    cdef list waits  # (handle, stream as int, seconds): data in host memory, which must be there when the group ends
-    cdef PyObject* awaited  # handle, stream and limit of the last wait
+    # For data in CPU memory, the streams that the group's end waits for: (handle, stream as int, seconds).
+    cdef list waits
+    cdef PyObject* awaited  # the handle of the last entry of `waits`; its stream and limit follow
     cdef CUstream awaited_stream
     cdef double awaited_limit
     cdef bint may_block  # a call of the group waits for other ranks: the calls are made in a thread of their own
@@ -37,8 +38,8 @@ cdef class Group:
     cdef ncclSimInfo_t info
     cdef list places  # where each operation was recorded, for the tracer; None without a tracer
     cdef list to_abort  # communicators to abort when the group ends; None if there are none
-    cdef Group outer
-    cdef size_t mark
+    cdef Group outer  # the outermost group, which records the calls, if this group is nested; else None
+    cdef size_t mark  # number of operations that `outer` had when this group was entered
     cdef bint entered
     cdef readonly bint simulate
     cdef bint is_plan  # the group's end keeps the operations, to be launched later: a plan
@@ -68,15 +69,15 @@ cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
 
 # Raise if a communicator cannot be used, or if NCCL does not accept these communicators in one group. `newborn`: the
-# id() of communicators that are not made yet, or None.
+# id() of each communicator that the group makes, or None.
 cdef int check_together(list handles, set newborn) except -1
 
 # Raise unless a group's operations can run at the same time: no operation uses memory that another one writes.
 cdef int check_memory(Group group) except -1
 
 
-# The seconds that a wait may take: the group's (`group_limit`) or else the wait's own (`limit`); GROUP_PATIENCE if that
-# is FOREVER and another member has failed.
+# The seconds that a wait may take: the group's (`group_limit`) or, if that is FOREVER, the wait's own (`limit`); if
+# both are FOREVER and another member has failed (`errors` is not empty), GROUP_PATIENCE.
 cdef double patience(double group_limit, double limit, list errors) noexcept
 
 # `adopt` takes over what NCCL has made, is making, or failed to make; `await_member` waits for a communicator.

@@ -4,8 +4,8 @@ A group records what is called inside its block. When the outermost block ends, 
 `ncclGroupStart` and `ncclGroupEnd`, in one batch without the GIL. NCCL itself cannot withdraw a call from a group, but
 a recorded call can be dropped: an exception inside the block launches nothing.
 
-The failure of one member does not hide that of another: its error is added to a list, and the other members have until
-their deadlines or, without a deadline, GROUP_PATIENCE.
+If one member, a communicator of the group, fails, its error is added to a list. The others are still waited for, until
+their deadlines or, without a deadline, for GROUP_PATIENCE seconds; so the failures of all members are reported.
 """
 
 cimport cython
@@ -56,7 +56,7 @@ cdef PyObject* open_group() noexcept nogil:
 
 
 def in_group():
-    """Return whether the calling thread has a group open: its calls are then made when the group ends."""
+    """Return whether the calling thread has a group open, so that its calls are made when the group ends."""
     return ncclpy_current_group != NULL
 
 
@@ -85,8 +85,8 @@ Record the calls of a ``with`` block and start them together when the outermost 
 
     Notes
     -----
-    A member that fails hides no other: all are waited for, each under its deadline (5 s if it has none), before the
-    first error is raised, with the others as notes. If a signal handler raises, all are aborted.
+    If a communicator of the group fails, the others are still waited for, each until its deadline (for 5 s if it has
+    none); then the first error is raised, with the others as notes. If a signal handler raises, all are aborted.
     """
 
     def __cinit__(self, bint simulate=False, timeout=None):
@@ -303,7 +303,7 @@ cdef int check_memory(Group group) except -1:
     while held != end:
         number = digest(number, &held.step.operation)
         held += 1
-    if not known_apart(number):
+    if not known_apart(number):  # else such a group was checked before
         _compare_memory(group)
         note_apart(number)
     return 0
@@ -348,8 +348,8 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
 cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting, CUstream stream) except -1:
     """Make the calls when other threads have released the communicators; signal handlers run meanwhile.
 
-    If `waiting` is given, wait for the stream after the calls: the GIL is released once for both, as for a single
-    call.
+    If `waiting` is given, wait for the stream after the calls; the GIL is released once for calls and wait, as it is
+    for a single call.
     """
     cdef bint made
     cdef double started = now(), deadline = started + _limit_of(group, group.handles)
@@ -396,7 +396,7 @@ cdef class _BatchCall(Call):
 
 
 cdef int _call_in_thread(Group group) except -1:
-    """Make the calls in another thread and wait for it, under the communicators' deadlines; signal handlers run."""
+    """Make the calls in another thread and wait for it until the least deadline; signal handlers run meanwhile."""
     cdef _BatchCall batch = _BatchCall()
     cdef Handle handle
     cdef double started = now()
@@ -479,6 +479,7 @@ cdef int _explain(CallTracer tracer, list noted, object error) except -1:
 
 
 cdef int _launch_and_wait(Group group) except -1:
+    """Do as `_launch_counted`, and count the waits in `Handle.waiters` meanwhile, so that a close waits for them."""
     cdef Waiting waiting
     if not group.waits:
         return _launch_counted(group, NULL)
@@ -539,7 +540,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
             _raise_failed(group)
         except BaseException as error:
             abort_and_report([child for _, child in group.inits if is_stray(<Handle>child)], "its group failed", error)
-            if abort_preempts:  # only the host engine has made communicators by then, as in is_stray()
+            if abort_preempts:  # only the host engine can have made communicators by then, see is_stray()
                 orphan_errors = []
                 end_orphans([child for _, child in group.inits], orphan_errors)
                 attach(error, orphan_errors)
@@ -595,7 +596,8 @@ cdef int _await_members(Group group, Waiting* only_wait) except -1:
             end_orphans(children, errors)
             polled = [each for each in children if (<Handle>each).returns_when_made or (<Handle>each).nranks == 0]
             poll_inits(polled, group.limit, errors)
-        if group.calls.result == ncclInProgress and not (group.bare and children):  # else the child is polled
+        # After a single call that makes a communicator, outside a group, only the new communicator is polled, above.
+        if group.calls.result == ncclInProgress and not (group.bare and children):
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # FINALIZED: a close waits for this group
                     if not children:

@@ -95,7 +95,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
     """
     cdef ncclResult_t result
     cdef Waiting waiting
-    if handle.state != READY:  # another thread may have begun to close it while the buffers were checked
+    if handle.state != READY:  # another thread may have begun a close while this one checked the buffers
         check_alive(handle)
     raise_if_fenced(handle, function_of(operation.kind))
     handle.waiters += 1

@@ -120,7 +120,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         send : buffer
             The data on the root. With ``recv=None`` every rank passes a single buffer: the root's is sent, the others
-            receive. With `recv` it may be None on the other ranks.
+            receive. With `recv`, `send` may be None on the other ranks.
         recv : buffer, optional
             The output, with as many elements of the same type.
         root : int
@@ -150,7 +150,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             This rank's part; in place it is part ``rank`` of `recv`.
         recv : buffer or list of buffer
             ``size`` times as many elements of the same type; or, on all ranks, a list of ``size`` buffers, one for
-            each rank's part, whose sizes may differ.
+            each rank's part, which may differ in size.
         counts : sequence of int, optional
             The elements of each rank's part, the same on all ranks; then `recv` is one buffer of ``sum(counts)``
             elements.
@@ -185,7 +185,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         send : buffer or list of buffer
             The input, ``size`` times as many elements as `recv`; or, on all ranks, a list of ``size`` buffers, the
-            part of each rank, whose sizes may differ.
+            part of each rank, which may differ in size.
         recv : buffer
             This rank's part of the result; in place it is part ``rank`` of `send`.
         op : ReduceOp, str or CustomOp
@@ -220,15 +220,15 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def all_to_all(self, send, recv, send_counts=None, recv_counts=None, *, stream=None, timeout=None):
         """Send part i of `send` to rank i and receive part i of `recv` from it (`ncclAlltoAll`).
 
-        Parts of different sizes, by lists or by counts, are a group of sends and receives; before NCCL 2.28 every
-        all-to-all is.
+        Parts of different sizes, by lists or by counts, are exchanged by a group of sends and receives. Before NCCL
+        2.28 every all-to-all is such a group.
 
         Parameters
         ----------
         send, recv : buffer or list of buffer
-            As many elements of the same type, a multiple of ``size``; not the same memory. Or, on all ranks, two
-            lists of ``size`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]``
-            on rank i has as many elements as ``recv[i]`` on rank j.
+            Two buffers that do not overlap, of the same type and number of elements, a multiple of ``size``. Or, on
+            all ranks, two lists of ``size`` buffers of any sizes: what goes to, and comes from, each rank.
+            ``send[j]`` on rank i has as many elements as ``recv[i]`` on rank j.
         send_counts, recv_counts : sequence of int, optional
             How many elements of the one buffer go to, and come from, each rank; both or none, on all ranks.
             ``send_counts[j]`` on rank i is ``recv_counts[i]`` on rank j.
@@ -330,9 +330,9 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         buf : buffer
             What is sent.
         peer : int or None
-            The rank that receives; with None, as MPI's ``PROC_NULL``, the call only checks its arguments, of which
-            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``. So do a
-            send and a receive of this rank to itself; several are matched in their order.
+            The rank that receives. With None, as with MPI's ``PROC_NULL``, the call only checks its arguments, and
+            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``. So do this
+            rank's sends to itself and the receives for them, which are matched in their order.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -358,7 +358,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         buf : buffer
             Where the data arrive.
         peer : int or None
-            The rank that sends; with None, as MPI's ``PROC_NULL``, the call only checks its arguments, of which `buf`
+            The rank that sends. With None, as with MPI's ``PROC_NULL``, the call only checks its arguments, and `buf`
             may be None.
         stream : optional
             Where the work is enqueued.
@@ -388,8 +388,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             What is sent, and where the data arrive, of any sizes and types; they must not overlap.
         dest, source : int or None
             The rank to send to, and the rank to receive from. They must receive and send as many elements, by
-            `sendrecv` or by other calls. With None, as MPI's ``PROC_NULL``, nothing is sent, or nothing received, and
-            the buffer may be None: the call is a `send` or a `recv`.
+            `sendrecv` or by other calls. With None, as with MPI's ``PROC_NULL``, the call does not send, or does not
+            receive, and that buffer may be None.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -424,8 +424,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Parameters
         ----------
         stream : optional
-            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks have
-            called.
+            The stream that waits, instead of the CPU. By default the call (or the group's end) returns when all ranks
+            have called.
         timeout : float, optional
             Seconds for this operation; by default the communicator's timeout. Only for a communicator that was made
             with ``timeout`` or ``abortable``, or that is nonblocking.
@@ -438,7 +438,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def put_signal(self, send, window, peer, offset=0, signal=0, *, stream=None, timeout=None):
         """Write a buffer into one rank's part of a window, then signal that rank (`ncclPutSignal`, NCCL 2.29.2).
 
-        The peer makes no call for it; it waits for the signal with `wait_signal`.
+        The peer makes no call for the write; it waits for the signal with `wait_signal`.
 
         Parameters
         ----------
@@ -475,7 +475,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         start(self, &o, &s, send, window, stream, timeout)
 
     def signal(self, peer, signal=0, *, stream=None, timeout=None):
-        """Signal one rank, after all that was put there before (`ncclSignal`, NCCL 2.29.2).
+        """Signal one rank, after all earlier puts to that rank (`ncclSignal`, NCCL 2.29.2).
 
         Parameters
         ----------
@@ -498,7 +498,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def wait_signal(self, peers, signal=0, count=1, *, stream=None, timeout=None):
         """Wait for signals of other ranks (`ncclWaitSignal`, NCCL 2.29.2). Each signal is consumed by one wait.
 
-        After that, data that a rank has put before it signalled are in this rank's part of the window.
+        When the wait is over, the data that each of these ranks put before its signal are in this rank's part of the
+        window.
 
         Parameters
         ----------
@@ -509,8 +510,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         count : int
             The number of signals from each of these ranks.
         stream : optional
-            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all signals
-            are there.
+            The stream that waits, instead of the CPU. By default the call (or the group's end) returns when all
+            signals are there.
         timeout : float, optional
             As for `put_signal`.
         """
@@ -527,7 +528,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         Parameters
         ----------
         scalar : float, int or buffer
-            A number, or one element in device memory that is read while a collective runs; each rank has its own.
+            A number, or one element in device memory that is read while a collective runs. Ranks may pass different
+            values.
         dtype : DataType, str or numpy.dtype
             The data type of the arrays to be reduced.
 

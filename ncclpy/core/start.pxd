@@ -5,21 +5,21 @@ from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport VectorCollective
 
 
-# Check an argument and return a number: of an operator for a data type (`op_code`, `own_op_code`), of a root or a peer
-# (`root_rank`), or the seconds of a deadline (`limit_of`). `own_op_code` accepts only NCCL's built-in operators: it is
-# for a layer, named in errors, that hides its communicators from users.
+# Check an argument and return it as a number: an operator for a data type (`op_code`, `own_op_code`), a root or a peer
+# (`root_rank`), or the seconds of a deadline (`limit_of`). `own_op_code` accepts only NCCL's built-in operators. It is
+# for layers that make communicators which users do not see, such as the Manager; errors name the `layer`.
 cdef int op_code(Handle comm, object op, const View* view) except -1
 cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1
 cdef int root_rank(int nranks, object root, str argument) except -1
 cdef double limit_of(Handle comm, object timeout) except? -1
 
-# Fill in a barrier: an all-reduce of one byte. `scratch` is the caller's variable for its memory, allocated if it is
-# 0.
+# Fill in a barrier: an all-reduce of one byte. `scratch` is the caller's variable with the address of that byte; if it
+# is 0, memory is allocated.
 cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1
 
 
-# Choose the stream and submit the call. `start_or_lower` submits the group that replaces the call if the loaded NCCL
-# lacks it.
+# Choose the stream and submit the call. If the loaded NCCL lacks the call, `start_or_lower` submits the group of calls
+# that replaces it.
 cdef int start(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1
@@ -37,15 +37,16 @@ cdef int start_pair(
 ) except -1
 
 
-# Check a send or a receive without a peer, the buffer of which may be None: `check_unused` checks only the buffer,
-# `start_nothing` all arguments.
+# Check a send to None or a receive from None, which makes no call; its buffer may be None too. `check_unused` checks
+# only the buffer, `start_nothing` all arguments.
 cdef int check_unused(int device, object buf, str name, bint receives) except -1
 cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1
 
-# Submit a call without a buffer of the caller; it waits if no stream is given. `kept` stays alive for the call.
+# Submit a call without a buffer of the caller. If no stream is given, wait for the call. `kept` stays alive for it.
 cdef int start_bare(Handle comm, Operation* operation, object kept, object stream, object timeout) except -1
 
-# A collective over parts on this communicator, for the caller to fill in; and its submission, as a group.
+# `vector_collective` returns a collective over parts of different sizes, for the caller to fill in; `start_vector`
+# submits it as a group.
 cdef VectorCollective vector_collective(Handle comm)
 cdef int start_vector(Handle comm, VectorCollective vector, object stream, object timeout) except -1
 

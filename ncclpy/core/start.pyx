@@ -68,7 +68,7 @@ cdef int root_rank(int nranks, object root, str argument) except -1:
 
 cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1:
     if scratch[0] == 0:
-        made = _device.allocate(8, device)  # releases the GIL: another thread may do this meanwhile
+        made = _device.allocate(8, device)  # releases the GIL: another thread may set `scratch` meanwhile
         if scratch[0] == 0:
             scratch[0] = made
         else:
@@ -95,7 +95,7 @@ cdef double limit_of(Handle comm, object timeout) except? -1:
 cdef inline int _choose_stream(
     Handle comm, const View* view, object stream, CUstream* chosen, bint* wait_host
 ) except -1:
-    """Find the stream to use, and whether the call must wait for the data, as CPU memory has no stream."""
+    """Find the stream to use; set `wait_host` if the call must wait for the data, as CPU memory has no stream."""
     wait_host[0] = False
     if stream is not None:
         chosen[0] = as_stream_of(stream, comm.device)
@@ -147,7 +147,7 @@ cdef int check_unused(int device, object buf, str name, bint receives) except -1
 
 
 cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1:
-    """Check the arguments of a send or a receive without a peer, which makes no call."""
+    """Check the arguments of a send to None or a receive from None, which makes no call."""
     check_unused(comm.device, buf, name, receives)
     if stream is not None:
         as_stream_of(stream, comm.device)
@@ -166,12 +166,12 @@ cdef int start_bare(Handle comm, Operation* operation, object kept, object strea
 
 
 cdef VectorCollective vector_collective(Handle comm):
-    """Return a collective over parts on this communicator, for the caller to fill in."""
+    """Return a collective over parts of different sizes on this communicator, for the caller to fill in."""
     return new_vector_collective(comm.device, comm.nranks, comm.rank)
 
 
 cdef int start_vector(Handle comm, VectorCollective vector, object stream, object timeout) except -1:
-    """Submit a collective over parts, as a group."""
+    """Submit a collective over parts of different sizes, as a group."""
     cdef Lowered lowered = lower(&vector.operation, comm.rank, comm.nranks, vector.sends, vector.recvs)
     return _start_lowered(comm, lowered, &vector.view, vector.send, vector.recv, stream, timeout)
 
@@ -189,7 +189,7 @@ cdef int start_or_lower(
 cdef int _start_lowered(
     Handle comm, Lowered lowered, const View* view, object send, object recv, object stream, object timeout
 ) except -1:
-    """Submit operations in one group; those of empty parts are left out, by all ranks alike."""
+    """Submit operations in one group. Operations of empty parts are left out; all ranks leave out the same ones."""
     cdef size_t i
     with Group(timeout=timeout):
         for i in range(lowered.count):
@@ -209,7 +209,7 @@ cdef int validate_put(
     cdef size_t at
     cdef char* target
     require(<void*>nccl.ncclPutSignal, b"ncclPutSignal")
-    # Arguments that may run code of the caller come first: it could close the window.
+    # The conversion of these arguments may run code of the caller, which could close the window: so it is done first.
     o.root = root_rank(comm.nranks, peer, "peer")
     o.op = as_integer(signal, "signal", 0)
     at = as_integer(offset, "offset", 0, _MAX_BYTES)

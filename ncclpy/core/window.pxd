@@ -32,8 +32,8 @@ cdef class HeldRanges:
     cdef long long* numbers
     cdef size_t count
 
-    # Remove the users, trying to take the communicator's lock until `until`. If that fails, the range stays registered
-    # until the communicator ends.
+    # Remove this user from the ranges. A range for which the communicator's lock is not free by `until` stays
+    # registered until the communicator ends.
     cdef int let_go(self, double until) except -1
 
 
@@ -43,11 +43,11 @@ cdef HeldRanges hold_ranges(Handle handle, set addresses)
 
 cdef class Window:
     cdef Lifecycle comm
-    # On the heap: NCCL writes it at the end of a group, or in the background. It is set to NULL under the
-    # communicator's lock when the window is closed, so that operations that were recorded with it find no window.
+    # The variable to which NCCL writes the window; on the heap, since NCCL may write it at the end of a group or in
+    # the background. A close sets it to NULL under the communicator's lock: recorded operations then find no window.
     cdef ncclWindow_t* cell
     cdef bint nccl_may_write  # NCCL may write the cell after the call, or the group's end, has returned
-    cdef Group group  # in which it was recorded
+    cdef Group group  # the group that makes the window; None without a group
     cdef View view  # of the buffer
     cdef bint symmetric
     cdef _PartMemory memory
@@ -58,7 +58,7 @@ cdef class Window:
     # group that is open in this thread has recorded calls that use the window.
     cdef bint is_pending(self) noexcept
     cdef bint is_used_by_open_group(self) noexcept
-    # Raise unless a call on this communicator may use it.
+    # Raise unless a call on this communicator may use the window.
     cdef int check_usable(self, Handle comm) except -1
 
 

@@ -236,7 +236,8 @@ cdef class HeldRanges:
         for i in range(count):
             gone = False
             with nogil:
-                locked = comm.state != ABORTED and lock_within(&comm.mutex, until)  # an abort has deregistered all
+                # After an abort there is nothing to do: the ranges are no longer registered.
+                locked = comm.state != ABORTED and lock_within(&comm.mutex, until)
                 if locked:
                     released = ncclSuccess
                     if comm.raw != NULL and comm.state != ABORTED:
@@ -268,8 +269,8 @@ cdef HeldRanges hold_ranges(Handle handle, set addresses):
     return held
 
 
-# On the host engine: the `_PartMemory` of each window part of this process, by communicator and address. It lives as
-# long as the window is registered or a buffer of `Window.peer` reads it.
+# On the host engine: the `_PartMemory` of each window part of this process, by communicator and address. An entry
+# lives as long as the part is registered or a buffer from `Window.peer` reads it.
 _part_memories = weakref.WeakValueDictionary()
 
 
@@ -332,8 +333,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             _part_memories[comm.group_name, <uintptr_t>view.pointer] = self.memory
 
     def __dealloc__(self):
-        # If a wait has ended early, by an interrupt or an abort, NCCL may still write the cell, which is
-        # then never freed.
+        # If an interrupt or an abort has ended the wait for the window early, NCCL may still write the cell: then it
+        # is never freed.
         if self.cell != NULL and (self.cell[0] != NULL or not self.nccl_may_write):
             free(self.cell)
 
@@ -380,8 +381,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         Returns
         -------
         Buffer
-            As many bytes as this rank's part. On GPUs it is valid until the window is closed on either rank. On the
-            host engine it may be read after that too.
+            A buffer of as many bytes as this rank's part. On GPUs it is valid until the window is closed on either
+            rank. On the host engine it stays readable after that.
 
         Raises
         ------
@@ -389,7 +390,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             If there is no such rank, the window is closed or not made yet, or its size is no multiple of that of
             `dtype`.
         NcclUnsupported
-            If this device cannot address that rank's memory, for example on another machine, or NCCL is older.
+            If this device cannot address that rank's memory, for example on another machine, or if NCCL is older
+            than 2.29.2.
         """
         cdef Lifecycle comm
         cdef _PeerPart part = _PeerPart.__new__(_PeerPart)
@@ -448,7 +450,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
     @property
     def handle(self):
-        """The `ncclWindow_t` as an int; 0 until the group has ended, and if NCCL supports no windows."""
+        """The `ncclWindow_t` as an int; 0 before the group's end, after `close`, and if NCCL supports no windows."""
         return <uintptr_t>self.cell[0] if self.comm is not None else 0
 
     @property
@@ -493,7 +495,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         return self
 
     def __exit__(self, kind, error, traceback):
-        # With an exception: while a group is open, close() would raise another one and hide it.
+        # After an exception, a window that an open group makes or uses stays open: close() would raise ValueError and
+        # so hide the exception.
         if kind is None or not (self.is_pending() or self.is_used_by_open_group()):
             self.close()
 

@@ -1,8 +1,8 @@
 """NCCL's collectives, point-to-point and one-sided operations.
 
 Buffers, communicators and streams are ints, counts are in elements, `datatype` and `op` are ints or members of
-`DataType` and `ReduceOp`. A call queues its work on `stream` and returns before the data are there:
-it returns ``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator, which must then be polled.
+`DataType` and `ReduceOp`. A call queues its work on `stream` and returns before the data are there. Its result is
+``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator, which must then be polled.
 Inside a group a call only records the work; NCCL may report a wrong argument only when the group ends.
 """
 

@@ -3,12 +3,12 @@
 A communicator is an int, the ``ncclComm_t``; 0 is none. An int that is no communicator crashes the process, as in C.
 
 NCCL may write a child communicator after the call has returned: on a nonblocking parent, or in a group. `comm_split`,
-`comm_shrink` and `comm_grow` therefore return a `PendingHandle`. Poll the parent with `comm_get_async_error`; once it
-is ``SUCCESS``, ``value`` is the child, 0 if this rank has none. ``config=None`` gives the child its parent's
-configuration.
+`comm_shrink` and `comm_grow` therefore return a `PendingHandle`. Poll the parent with `comm_get_async_error`; once
+the result is ``SUCCESS``, ``value`` is the child, 0 if this rank has none. ``config=None`` gives the child its
+parent's configuration.
 
 The collectives with a configuration take and return the same as the plain calls in `collectives`; their `config` is a
-`CollConfig`, or ``None`` for NCCL's defaults. It is read during the call.
+`CollConfig`, or ``None`` for NCCL's defaults. The configuration is read during the call.
 """
 
 from libc.stdint cimport uint64_t, uintptr_t
@@ -117,8 +117,8 @@ cdef ncclComm_t* _new_cells(Py_ssize_t count) except NULL:
 cdef int _release(ncclComm_t* cells) except -1:
     """Free the cells once an init function has returned.
 
-    NCCL writes them before it returns, but up to 2.17 the init job of a nonblocking or grouped call uses them until it
-    ends, which ncclpy cannot see: with these releases the cells are never freed.
+    NCCL writes the cells before the init function returns. But up to NCCL 2.17 the init job of a nonblocking or
+    grouped call uses them until the job ends, which ncclpy cannot see: with these releases the cells are never freed.
     """
     if version_code() >= 21801:
         free(cells)
@@ -295,7 +295,7 @@ def comm_init_all(devices):
 
 
 def comm_finalize(uintptr_t comm):
-    """Flush all work of the communicator, on every rank; poll it until it is done, then destroy it.
+    """Flush all work of the communicator, on every rank; poll until that is done, then destroy the communicator.
 
     Returns ``Result.SUCCESS`` or ``Result.IN_PROGRESS``. C: ``ncclCommFinalize``.
     """
@@ -343,7 +343,7 @@ def comm_revoke(uintptr_t comm, int flags=0):
 
 
 def comm_suspend(uintptr_t comm, int flags):
-    """Release resources of an idle communicator; ``flags`` 1 (``NCCL_SUSPEND_MEM``) is its device memory.
+    """Release resources of an idle communicator; with ``flags`` 1 (``NCCL_SUSPEND_MEM``) its device memory.
 
     Returns ``Result.SUCCESS`` or ``Result.IN_PROGRESS``. C: ``ncclCommSuspend`` (2.29.7).
     """
@@ -355,7 +355,7 @@ def comm_suspend(uintptr_t comm, int flags):
 
 
 def comm_resume(uintptr_t comm):
-    """Take back the resources of a suspended communicator.
+    """Allocate again the resources that `comm_suspend` released.
 
     Returns ``Result.SUCCESS`` or ``Result.IN_PROGRESS``. C: ``ncclCommResume`` (2.29.7).
     """
@@ -440,7 +440,7 @@ def comm_split(uintptr_t comm, int color, int key, config=None):
     Parameters
     ----------
     comm : int
-        The parent; every rank of it calls.
+        The parent; each of its ranks makes this call.
     color : int
         Which child; -1 (``NCCL_SPLIT_NOCOLOR``) for none.
     key : int
@@ -471,7 +471,7 @@ def comm_split(uintptr_t comm, int color, int key, config=None):
 
 
 def comm_shrink(uintptr_t comm, exclude, config=None, int flags=0):
-    """Make a child without some ranks; the excluded ranks do not call.
+    """Make a child without some ranks; the excluded ranks do not make this call.
 
     Parameters
     ----------
@@ -519,7 +519,7 @@ def comm_shrink(uintptr_t comm, exclude, config=None, int flags=0):
 
 
 def comm_get_unique_id(uintptr_t comm):
-    """Return the `UniqueId` by which new ranks join when `comm` grows; one rank of `comm` calls.
+    """Return the `UniqueId` by which new ranks join when `comm` grows; one rank of `comm` makes this call.
 
     C: ``ncclCommGetUniqueId`` (2.29).
 

@@ -28,7 +28,7 @@ class Team(NamedTuple):
 
 
 class CommProperties(NamedTuple):
-    """Describe the properties of a communicator (`ncclCommProperties_t`); ``None`` if the loaded NCCL lacks a field.
+    """Describe the properties of a communicator (`ncclCommProperties_t`); fields that the loaded NCCL lacks are None.
 
     `gin_type`, `railed_gin_type` and `gin_connection_type` are the numbers of NCCL's enums; `gin_support` holds one
     bool for each `ncclGinType_t`.
@@ -338,7 +338,7 @@ def comm_window_register(uintptr_t comm, uintptr_t buff, size_t size, int flags=
     Parameters
     ----------
     comm : int
-        The communicator; every rank calls, with the same size.
+        The communicator; every rank makes this call, with the same size.
     buff : int
         Memory from `mem_alloc`, aligned to 4096 bytes.
     size : int
@@ -434,7 +434,7 @@ def comm_query_properties(uintptr_t comm):
 def dev_comm_create(uintptr_t comm, uintptr_t requirements, uintptr_t dev_comm):
     """Fill the ``ncclDevComm_t`` at `dev_comm` as the ``ncclDevCommRequirements_t`` at `requirements` asks.
 
-    Every rank calls. Both structs must live until the call, or the group around it, is complete.
+    Every rank makes this call. Both structs must live until the call, or the group around it, is complete.
     C: ``ncclDevCommCreate`` (2.28).
     """
     cdef int result

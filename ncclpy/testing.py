@@ -29,8 +29,8 @@ __all__ = ["run_ranks"]
 _CONSEQUENCES = (ncclpy.NcclTimeout, ncclpy.NcclRemoteError, ncclpy.NcclAborted)
 #: Seconds for the other ranks to end once one has failed.
 _GRACE = 5.0
-#: The share of the deadline that one wait of a rank's communicator may take. It is less than 1 so that the error of such
-#: a wait, which names ranks, is raised before the deadline passes.
+#: The share of the deadline that one wait of a rank's communicator may take. It is less than 1 so that the error of
+#: such a wait, which names ranks, is raised before the deadline passes.
 _SHARE = 0.75
 #: Seconds of one wait for a rank's report, after which Python handles signals.
 _SLICE = 0.5

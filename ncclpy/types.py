@@ -29,9 +29,9 @@ _Returned = TypeVar("_Returned")
 class Need(Generic[_Parameters, _Returned]):
     """Call a function of a higher layer by a name.
 
-    A module may import only lower layers. If it needs a function of a higher layer, it declares a `Need` with a name and
-    a type, and calls that. The table in ``ncclpy/__init__.py``, which may import every layer, has the function for each
-    name.
+    A module may import only lower layers. If it needs a function of a higher layer, it declares a `Need` with a name
+    and a type, and calls the `Need`. A table in ``ncclpy/__init__.py``, which may import every layer, has the function
+    for each name.
     """
 
     #: Finds a function by the name of the need, and imports its module at the first call; set by `ncclpy/__init__.py`.

@@ -177,9 +177,9 @@ cdef object comm_from_env(object cls, object device, dict options):
     comm, place = None, start.place
     try:
         device = device_of(place) if device is None else as_device(device)
-        brought = _new_id() if place.rank == 0 else b""
+        own_id = _new_id() if place.rank == 0 else b""
         # The ranks meet before NCCL is called, because NCCL could not tell which ranks are missing.
-        unique_id = start.meet(brought)
+        unique_id = start.meet(own_id)
         comm = cls.__new__(cls)
         made = <Handle?>comm
         start.listen(comm)
@@ -338,8 +338,8 @@ cdef class Lifecycle(Handle):
 
     def __init__(self, *args, **kwargs):
         raise TypeError(
-            "Communicator(...) makes none: use Communicator.init(nranks, rank, unique_id), init_all, join or "
-            "from_handle, or split, shrink or grow another one"
+            "Communicator(...) makes no communicator: use Communicator.init(nranks, rank, unique_id), init_all, join "
+            "or from_handle, or split, shrink or grow an existing one"
         )
 
     def __del__(self):

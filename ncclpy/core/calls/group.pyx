@@ -280,7 +280,7 @@ cdef int check_together(list handles, set newborn) except -1:
         if handle.in_background() != (<Handle>handles[0]).in_background() and handle.owned:
             raise ValueError(
                 "NCCL takes either blocking or nonblocking communicators in a group, and makes those with timeout= or "
-                f"abortable=True in the background; this one mixes {handle!r} and {handles[0]!r}"
+                f"abortable=True in the background; this group mixes {handle!r} and {handles[0]!r}"
             )
     return 0
 

@@ -116,8 +116,8 @@ def run_ranks(
     Raises
     ------
     BaseException
-        The first error that does not look like the consequence of another rank's failure. Timeouts, errors about
-        another rank and aborts do; if there are no other errors, the first of these is raised, an abort last. The
+        The first error that is no consequence of another rank's failure. Timeouts, errors about another rank and
+        aborts count as consequences; if there are no other errors, the first of them is raised, an abort last. The
         errors of the other ranks are its notes.
     TimeoutError
         If ranks are not done in time. The message says where each of them is. Threads cannot be ended and are left

@@ -42,6 +42,7 @@ cdef int call_blocking(Handle handle, int kind) except -1
 # Abort a communicator with all that is tied to it; within a group, when the group ends.
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 
-# Close a communicator, its dependent objects first. It is aborted instead if it is still being made, or if its issued
-# operations do not end within `timeout` seconds.
+# Close a communicator, its dependent objects first. It is aborted instead if its issued operations do not end within
+# `timeout` seconds, or if it is still being made. (A child that its nonblocking parent is making is waited for: an
+# abort would end the parent too.)
 cdef int close_comm(Handle handle, object timeout) except -1

@@ -786,8 +786,9 @@ cdef class Lifecycle(Handle):
 
         This waits for calls of other threads on the communicator and for all issued work; new work is refused
         meanwhile. A communicator that is still initialising is aborted instead, since a close would have to wait for
-        ranks that may never join. A second close does nothing. If a child or a resource cannot be released, the others
-        are released nevertheless, and the error is raised at the end.
+        ranks that may never join. (Only a child that a nonblocking parent is making is waited for: an abort would end
+        the parent too.) A second close does nothing. If a child or a resource cannot be released, the others are
+        released nevertheless, and the error is raised at the end.
 
         NCCL 2.31 and newer end a communicator on all ranks of a machine together. Ranks in one process may
         nevertheless be closed one by one: NCCL ends the first ones when the last one is closed. A close does wait for

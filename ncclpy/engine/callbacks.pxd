@@ -3,7 +3,7 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.locks cimport mutex_t
 
 
-# Whether a key has only Python's own plain types, which run no code of users when hashed, compared or shown.
+# Whether a key consists of Python's own plain types only: hashing, comparing or showing it runs no code of users.
 cdef bint is_plain(object value, int depth=*) noexcept
 
 
@@ -74,7 +74,7 @@ cdef class Awaited:
     cdef int may_wait(self) except -1
 
 
-# Does in the calling thread what the monitor thread would do, once that thread has ended.
+# Runs the monitor's work in the calling thread, once the monitor thread has ended.
 cdef class MonitorProxy:
     cdef int run_inline(self) except -1
     cdef int forget_unlaunched(self, object work) except -1
@@ -83,7 +83,7 @@ cdef class MonitorProxy:
 cdef MonitorProxy monitor_proxy
 
 
-# Begin and end a quiet stretch, in which no code of users may run. With the GIL; a quiet stretch never waits for
+# Begin and end a quiet stretch, in which no code of users may run. Both need the GIL. A quiet stretch never waits for
 # another thread's Python code.
 cdef void begin_quiet() noexcept
 cdef void end_quiet() noexcept

@@ -1,15 +1,15 @@
 """Callbacks: what the engine calls in layers above it, and the executors that run users' callbacks.
 
-A layer calls only layers below it. A work must report to its launch, a launch to the communicators that it ran on, and
-these to their owners: there the lower layer calls a method of a class that is declared here, and the upper layer
-implements the method. Each method is called with the GIL.
+A layer calls only layers below it. Reports have the opposite direction: a work reports to its launch, a launch to the
+communicators that it ran on, and the communicators to their owners. For a report the lower layer calls a method of a
+class that is declared here, and the upper layer implements the method. Each method is called with the GIL.
 
 A key's ``__eq__`` or a finaliser may take a lock of its own. If another thread holds that lock while it waits for a
 lock of ncclpy, the two threads deadlock. A *quiet stretch* is code under a `Lock` or in the monitor. It runs compiled
-code only: it compares, hashes and shows nothing of a user's class, and calls nothing written in Python. It does not
-drop what may be the last reference to a user's object, but passes the reference on. The garbage collector is disabled
-meanwhile, since it may run any object's finaliser: up to Python 3.11 any allocation of a container may start a
-collection, from 3.12 on any bytecode may.
+code only: it compares, hashes and shows nothing of a user's class, and calls nothing written in Python. A reference to
+a user's object that may be the last one is dropped after the stretch, or by an executor. The garbage collector is
+disabled during the stretch, since it may run any object's finaliser: up to Python 3.11 any allocation of a container
+may start a collection, from 3.12 on any bytecode may.
 
 An `Executor` is a queue of tasks and some threads. One thread leads: it runs the tasks in order, so callbacks that
 return soon run in the order in which their works were done. When a task does not return in time, the monitor lets
@@ -172,11 +172,11 @@ def add_answer(error, sentence, states):
     Parameters
     ----------
     error : Exception
-        If its text names a key, the key's ``__repr__`` is not called.
+        The error, changed in place. If its text names a key, the key's ``__repr__`` is not called.
     sentence : str
-        The sentence.
+        The sentence, which replaces the advice.
     states : tuple of RankState, or None
-        The data.
+        The data, for the error's ``ranks``.
     """
     error.args = (with_end(words_of(error), without_advice, f". {sentence}"),)
     error.ranks = states
@@ -190,7 +190,7 @@ cdef object with_sentence(object error, str sentence):
     cdef dict copies
     if not _can_add(error, sentence):
         return error
-    error.__traceback__ = None  # its frames hold arrays, and it is not needed: the copy is raised
+    error.__traceback__ = None  # its frames hold arrays; only the copy is raised, which gets a traceback of its own
     copies = error.__dict__.setdefault("_copies", {})
     made = copies.get(sentence)
     if made is None:
@@ -212,7 +212,7 @@ cdef int add_sentence(object error, str sentence) except -1:
 
 
 cdef bint _can_add(object error, str sentence) except -1:
-    """Return whether a sentence can be added: a known class, a text as the only argument, without the sentence."""
+    """Return whether a sentence can be added: the class is known, the only argument is a text without the sentence."""
     if sentence is None or len(error.args) != 1:
         return False
     if not isinstance(error, NcclError) and type(error) not in _MISMATCH_CLASSES:
@@ -243,16 +243,16 @@ cdef class LaunchGroup:
     cdef int settled(self, object work) except -1:
         """Note that a work is settled.
 
-        Called in any thread, the monitor's too, and under any lock from the Manager's down: it runs compiled code
-        only.
+        Called in any thread, the monitor's too, and under any lock from the Manager's down: an implementation runs
+        compiled code only.
         """
         raise NotImplementedError
 
     cdef int fail(self, object error) except -1:
         """Fail all works that are not done and abort their communicators.
 
-        Called in a thread of the internal executor, under no lock: it may run Python, wait for the Manager's lock and
-        start threads.
+        Called in a thread of the internal executor, under no lock: an implementation may run Python, wait for the
+        Manager's lock and start threads.
         """
         raise NotImplementedError
 
@@ -292,11 +292,14 @@ cdef class LaunchGroup:
         return 0
 
     cdef object cause_of(self, object error):
-        """Return why a communicator was aborted, for a thread that has only found that it was. In any thread."""
+        """Return the cause of an abort; `error`, which says only that there was one, if no cause is known.
+
+        Called in any thread.
+        """
         return error
 
     cdef bint is_report_only(self) noexcept:
-        """Return whether a failure of it aborts no communicator. In any thread, under any lock."""
+        """Return whether a failure of this launch aborts no communicator. In any thread, under any lock."""
         return False
 
 
@@ -313,9 +316,9 @@ cdef class LaunchOwner:
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Let no later launch use the communicators of a failed launch: they are aborted next.
 
-        If the owner's `report_only` is True, nothing is aborted, and their other operations continue. If its
-        `self_aborting` is True, the owner aborts them itself, later. Return whether all works of the launch were done
-        in the meantime: then nothing is aborted.
+        If the owner's `report_only` is True, nothing is aborted, and the communicators' other operations continue. If
+        its `self_aborting` is True, the owner aborts the communicators itself, later. Return whether all works of the
+        launch were done before this call returned: then nothing is aborted.
 
         Threads and locks as for `LaunchGroup.fail`; called before the works of the launch fail.
         """
@@ -351,7 +354,7 @@ cdef class Awaited:
         raise NotImplementedError
 
     cdef int may_wait(self) except -1:
-        """Raise if this thread would wait for itself, and do what lets the launch begin soon.
+        """Raise if only this thread could end the wait; otherwise do what lets the launch begin soon.
 
         Called in a thread that is about to wait for the work, under no lock.
         """
@@ -359,13 +362,13 @@ cdef class Awaited:
 
 
 cdef class MonitorProxy:
-    """What the monitor thread does, for other threads to do after its end.
+    """The monitor's work, for other threads to do after the monitor thread has ended.
 
     Called by `work`, implemented by `monitor`.
     """
 
     cdef int run_inline(self) except -1:
-        """If the monitor thread has ended, take its place once, and return True. In any thread, under no lock."""
+        """If the monitor thread has ended, do its work once and return True; else False. Any thread, under no lock."""
         return False
 
     cdef int forget_unlaunched(self, object work) except -1:
@@ -381,7 +384,7 @@ cdef extern from "Python.h":
     int PyGC_Enable()
 
 cdef int _quiet_depth = 0  # quiet stretches in progress: several if one releases the GIL, for example to make an event
-cdef bint _gc_was_enabled = False  # before the first of them began
+cdef bint _gc_was_enabled = False  # whether the collector was enabled before the first of them began
 
 
 cdef void begin_quiet() noexcept:
@@ -422,7 +425,7 @@ cdef class Lock:
         self.leave()
 
     cdef int enter(self) except -1:
-        if DEBUG_LOCKS:  # checks the order also where the lock is free
+        if DEBUG_LOCKS:  # the order of locks is checked even if the lock is free
             with nogil:
                 lock_wanted(LOCK_MANAGER, &self.mutex)
         if mutex_trylock(&self.mutex) != 0:
@@ -451,13 +454,14 @@ cdef extern from "sched.h" nogil:
 
 _log = logging.getLogger("ncclpy")
 
-# How long a task may take before another thread leads: longer than a task may wait for the GIL, since a change of
-# thread disturbs the order of tasks. It grows with the number of threads, up to `_MAX_GRACE`: the machine may be slow.
+# How long a task may take before another thread leads. A change of the leading thread disturbs the order of tasks, so
+# the time is longer than a task may wait for the GIL. It is multiplied by the number of threads, up to `_MAX_GRACE`:
+# several threads may mean a slow machine.
 cdef double _GRACE = 0.05
 cdef double _MAX_GRACE = 0.1
 
-# How long a woken thread may take to begin before another one is woken; and the time after which starting a thread is
-# tried again, if no thread could be started.
+# How long a woken thread may take to begin before another one is woken; and after how long starting a thread is tried
+# again, if no thread could be started.
 cdef double _WAKE_LIMIT = 1.0
 cdef double _START_RETRY = 0.02
 
@@ -467,15 +471,15 @@ cdef double _SLOW_AFTER = 5.0
 # How long a second idle thread stays; the last one never ends.
 cdef double _IDLE_TIME = 5.0
 
-# How long an idle thread spins; only where cores are plenty, since waking an idle core can take 200 us.
+# How long an idle thread spins, since waking an idle core can take 200 us; not at all with fewer than 8 cores.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
 # How long an idle thread polls with short sleeps after it has spun, while works with callbacks are in flight.
 cdef double _POLL = 1.0
 cdef double _POLL_ON_HOST = 1e-3  # on the host engine, whose operations need the cores, as does the program
 
-# How long a thread that the monitor has woken spins until the monitor releases the GIL: to wait for the GIL would be
-# one more sleep.
+# How long a thread that the monitor has woken spins until the monitor releases the GIL: waiting for the GIL would put
+# the thread to sleep once more.
 cdef double _YIELD = 50e-6
 
 # How long the process's exit waits for tasks that are left.
@@ -501,7 +505,7 @@ cdef void wake_monitor() noexcept nogil:
 
 cdef void wait_for_wakeup(int seen, double seconds) noexcept nogil:
     """Sleep until `wakeups` differs from `seen`, or for so many seconds; only the monitor calls it."""
-    swap(&listening, 1)  # from now on wake_monitor() wakes; an earlier one has changed `wakeups`
+    swap(&listening, 1)  # from now on wake_monitor() wakes this thread; an earlier call has changed `wakeups`
     sleep_on(&wakeups, seen, seconds)
     swap(&listening, 0)
 
@@ -600,12 +604,12 @@ cdef class Executor:
             return _check_at(self.waking_since + _WAKE_LIMIT)
         try:
             begin_thread(self._main)  # starts the thread without running Python or waiting here
-        except RuntimeError:  # too many threads; perhaps not for long
+        except RuntimeError:  # too many threads, perhaps not for long: try again after _START_RETRY
             self.waking_since += _START_RETRY - _WAKE_LIMIT
         return _check_at(self.waking_since + _WAKE_LIMIT)
 
     def _main(self):
-        """Run tasks until another thread is idle too."""
+        """Run tasks; end after `_IDLE_TIME` without a task if another thread is idle too."""
         cdef Member me = Member()
         cdef int seen
         cdef double idle
@@ -613,7 +617,7 @@ cdef class Executor:
         self.members.append(me)
         threading.current_thread().name = self.name
         name = self.name.encode()
-        name_this_thread(name)  # it inherits the monitor's name otherwise
+        name_this_thread(name)  # otherwise a thread has the name of the thread that started it, often the monitor
         sharp_timers()
         while True:
             self.waking = False
@@ -632,7 +636,7 @@ cdef class Executor:
             if load(&self.word) == seen and self.idle and not self.queue:
                 break
         self.members.remove(me)
-        # Before Python 3.13 a thread that threading has not started stays in its list until exit.
+        # Before Python 3.13 a thread that `threading` has not started stays in the list of `threading` until exit.
         getattr(threading, "_active", {}).pop(me.thread, None)
 
     cdef void _rest(self, int seen, double seconds) noexcept nogil:
@@ -829,7 +833,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def take_signal(int number):
-    """Install a handler that counts a signal and wakes `sleep_until_woken`; return False if the program handles it."""
+    """Install a handler that counts a signal and wakes `sleep_until_woken`.
+
+    Return False, with nothing installed, if the program handles or ignores the signal.
+    """
     return ncclpy_take_signal(number)
 
 

@@ -51,7 +51,8 @@ _log = logging.getLogger("ncclpy.engine")
 class _Writer(FailureListener):
     """Write the dump of this process into a folder.
 
-    No lock guards the requests: a signal handler of the program may interrupt a thread that adds one, and add one too.
+    No lock guards the requests: a signal handler of the program may interrupt a thread that adds a request, and add
+    another one.
     """
 
     def __init__(self, folder: str) -> None:
@@ -102,7 +103,7 @@ class _Writer(FailureListener):
         return self.wait_for(moment) if wait else 0
 
     def due_of(self, request: tuple[float, bool, str, object]) -> float:
-        """Return when to write: after the end of a group at once, as a launcher may kill the process soon."""
+        """Return when to write: at once after the end of a group, since a launcher may kill the process soon."""
         due = request[0]
         return due if request[1] else max(due, self.written + _MIN_INTERVAL)
 
@@ -136,7 +137,7 @@ class _Writer(FailureListener):
                 self.signals = callbacks.signals()
                 self.write("SIGUSR2: asked for")
             elif self.requests and (self.ended or pause <= 0):
-                self.busy = True  # before requests are removed: wait_for() must see one or the other
+                self.busy = True  # before take() removes requests: wait_for() must see them or `busy`
                 self.write(self.take())
                 self.busy = False
                 callbacks.wake_all()

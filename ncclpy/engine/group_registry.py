@@ -1,9 +1,10 @@
 """Groups and communicators of this process: for dumps, and for ranks that ask where a missing rank is.
 
-Dumps list groups only; questions consider communicators too, as far as their state can be read.
+Dumps list process groups only. `elsewhere`, from which a rank's status is made, also searches communicators that are
+registered by `note_communicator`.
 
-The operations in a dump are from the recorder. By the list of groups a dump also shows ranks that have begun no
-operation, and groups that ended before their first operation.
+The operations in a dump are from the recorder. The list of groups shows in addition the ranks that have begun no
+operation, and the groups that ended before their first operation.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _failed: deque[KnownGroup] = deque(maxlen=_MAX_FAILED)
 
 
 class GroupInfo:
-    """A rank that this process has in a communicator or group; the rank may be in one of its operations.
+    """One rank of this process in a communicator or process group.
 
     Parameters
     ----------
     name
-        Its name.
+        The name of the communicator or group.
     rank
-        The rank in it.
+        The rank in the communicator or group.
     device
         The device of that rank.
     look
-        Returns the rank's status in it, as published to the other ranks.
+        Returns the rank's status in the communicator or group, as published to the other ranks.
     """
 
     kind = "communicator"
@@ -59,7 +60,7 @@ class KnownGroup(GroupInfo):
     number
         Which group of this name it is; each rank counts from 1.
     rank, size
-        The rank in it and the number of ranks.
+        The rank in the group and the number of ranks.
     device
         The device of that rank.
     look
@@ -92,7 +93,7 @@ class KnownGroup(GroupInfo):
             listener.failed(error, wait=False, ended=True)
 
     def troubled(self, error: BaseException) -> None:
-        """Tell the dumps that an operation has failed while the group continues. It does not wait."""
+        """Have a dump written, since an operation has failed while the group continues. It does not wait."""
         listener = failure_listener()
         if listener is not None:
             listener.failed(error, wait=False)

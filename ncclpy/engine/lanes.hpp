@@ -1,7 +1,8 @@
 // Lanes: first-in-first-out threads that make the calls of launches, and the order of launches, the same on all lanes.
 //
-// A lane's thread never takes the GIL, so neither it nor Python code waits for the other. A thread that wants to make
-// the calls of a launch itself borrows the lanes at its place in the order: jobs pushed meanwhile wait.
+// A lane's thread never takes the GIL, so the lane never waits for Python code, nor Python code for the lane. A thread
+// that wants to make the calls of a launch itself borrows the lanes at the launch's place in the order: jobs that are
+// pushed before it gives the lanes back wait.
 #pragma once
 
 #include <pthread.h>
@@ -51,10 +52,10 @@ class Lane {
     last_ = job;
     const bool taken = taken_;
     ncclpy_mutex_unlock(&mutex_);
-    if (!taken) announce();  // else the thread that has the lane looks for more jobs when it is done
+    if (!taken) announce();  // else the thread that has taken the lane looks for more jobs when it is done
   }
 
-  // Takes the place of an idle lane's thread; returns whether the lane was idle.
+  // Lets the calling thread make the lane's calls, if the lane is idle; returns whether it was idle.
   bool borrow() {
     ncclpy_mutex_lock(&mutex_);
     const bool idle = !taken_ && first_ == nullptr;
@@ -115,7 +116,8 @@ class Lane {
     }
   }
 
-  // Takes the next job. `has_lane`: whether this thread has the lane already; without a job the lane becomes free.
+  // Takes the next job, and the lane with it; nothing if another thread has taken the lane. `has_lane`: whether this
+  // thread has the lane already. If there is no job, the lane becomes free.
   Job* take(bool has_lane) {
     Job* job = nullptr;
     ncclpy_mutex_lock(&mutex_);
@@ -140,7 +142,7 @@ class Lane {
   Job* first_ = nullptr;
   Job* last_ = nullptr;
   bool taken_ = false;   // a job runs, or a thread has borrowed the lane
-  int announced_ = 0;         // atomic futex; counts announcements of jobs
+  int announced_ = 0;    // atomic futex; counts announcements of jobs
   int asleep_ = 0;       // atomic
   const double spin_;
   void (*const begin_)();
@@ -164,7 +166,8 @@ class Lanes {
     return true;
   }
 
-  // Pushes jobs to their lanes, which must have been started, in the one order of all launches, pushed or borrowed.
+  // Pushes jobs to their lanes, which must have been started. The jobs take the next place in the one order of all
+  // launches, pushed or borrowed.
   void push(Job* const* jobs, const int* numbers, size_t count) {
     ncclpy_mutex_lock(&order_);
     pushed_at_ = ncclpy_now();
@@ -174,8 +177,8 @@ class Lanes {
 
   // Borrows some lanes, each named once; all of them or none.
   //
-  // A single lane is borrowed whenever it is idle. Several lanes work faster than one thread, so they are borrowed
-  // only when they sleep and nothing was launched for a while: waking them takes longer than making all calls here.
+  // A single lane is borrowed whenever it is idle. Several lanes are faster than one thread, so they are borrowed only
+  // when they sleep and nothing was launched for `spin`: waking them takes longer than making all calls here.
   bool borrow(const int* numbers, size_t count) {
     size_t taken = 0;
     ncclpy_mutex_lock(&order_);
@@ -205,7 +208,7 @@ class Lanes {
   double pushed_at_ = 0;   // when something was last pushed or borrowed
   const double spin_;
   void (*const begin_)();
-  std::vector<std::unique_ptr<Lane>> lanes_;  // the thread that calls need() has the GIL
+  std::vector<std::unique_ptr<Lane>> lanes_;  // changed by need() only, under the GIL
 };
 
 }  // namespace ncclpy

@@ -10,7 +10,7 @@ from ncclpy.engine.native cimport ncclpy_job
 from ncclpy.engine.work cimport Work
 
 
-# A lane is identified by its number. Return the lane of a device, and start its thread if necessary.
+# Return the number of a device's lane; start the lane's thread if necessary.
 cdef int lane_of(int device) except -1
 
 # Store the distinct numbers of a list in `found`, which may be the list; return how many there are.
@@ -28,19 +28,20 @@ cdef void give_lanes_back(const int* numbers, size_t count) noexcept nogil
 cdef void pass_on(ncclpy_job* job, const int* numbers) noexcept nogil
 
 
-# The stream that produces an input; False if there is none. Record an event behind what the stream has now, for the
-# work's own stream to wait for; or let another stream wait for it at once.
+# Find the stream that produces an input; False if there is none.
 cdef bint find_producer(const View* view, int device, producer, CUstream* stream) except -1
+# Record an event on that stream, or on the given one, for the work's own stream to wait for.
 cdef int record_producer(Work work, const View* view, producer) except -1
 cdef int record_behind(Work work, CUstream stream) except -1
+# Let the stream `waiting` wait for what is on `stream` now.
 cdef int wait_behind(CUstream waiting, int device, CUstream stream) except -1
 
 # One participant's part of a launch.
 cdef struct Part:
-    Step step  # first, so that its address is the part's; the work, or the plan, keeps the handle
+    Step step  # first, so that its address is the part's; the work or the plan keeps the handle alive
     PyObject* work  # a Work, with a reference that the monitor takes over; NULL in a plan
     CUcontext context
-    CUevent ready  # the operation's stream waits for it first, or NULL
+    CUevent ready  # the operation's stream waits for this event before the operation; or NULL
     CUevent began
     CUevent done
 
@@ -49,7 +50,7 @@ cdef struct Batch:
     ncclpy_job job  # first, so that its address is the batch's
     Part* parts
     size_t count
-    int* remaining  # batches of this launch that have not run yet, or NULL if no thread waits for it
+    int* remaining  # count of the launch's batches that have not run yet; NULL if no thread waits for the launch
     const int* borrowed  # the lanes that were borrowed for the batch
     size_t nborrowed
     CallBatch calls  # the calls and their results
@@ -75,8 +76,8 @@ cdef class Launch(LaunchGroup):
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
-    # Start it on its lanes. If `here` allows it and the lanes are idle, borrow them for this thread and return the
-    # launch instead: the caller must then call `launch_here` with it, even on an error. Else return None.
+    # Push the launch to its lanes and return None. If `here` allows it and the lanes are idle, borrow them for this
+    # thread instead and return the launch: the caller must then call `launch_here` with it, even on an error.
     cdef Launch start(self, bint here)
     cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
@@ -85,7 +86,7 @@ cdef class Launch(LaunchGroup):
 # An empty launch on communicators of this owner.
 cdef Launch new_launch(LaunchOwner owner)
 
-# Make the calls of a launch that this thread has borrowed lanes for; nothing for None. Under no lock.
+# Make the calls of a launch for which this thread has borrowed lanes; do nothing for None. The caller holds no lock.
 cdef void launch_here(Launch launch) noexcept
 
 # Divide parts, sorted by lane, into batches; store the job and the lane of each, and return how many there are.
@@ -119,7 +120,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef list streams
     cdef tuple kept  # (comms, streams), for launches to keep; None once they are aborted or closed
     cdef set launches  # in flight
-    cdef list failures  # what launches here have failed with, see `errors.undelivered`
+    cdef list failures  # errors of works of failed launches, see `errors.undelivered`
     cdef long long sequence
     cdef unsigned long long* familiar  # hash table of the signatures of launches that have run here; 0 is a free place
     cdef size_t capacity
@@ -127,9 +128,10 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef SetOwner owner
     cdef str site
 
-    # Take over the communicators that were made; return what waited for them, for the caller to release.
+    # Take over the communicators that were made, and launch the collectives that waited for them. Return these: the
+    # caller drops them where users' code may run.
     cdef list ready(self, list comms, list streams)
-    # Fail what waits for communicators that cannot be made, or are aborted; under no lock.
+    # Fail the operations that wait for communicators which cannot be made or are aborted; under no lock.
     cdef int fail(self, object error) except -1
     # A new launch on these communicators, for the caller to fill and start.
     cdef Launch begin(self)
@@ -145,13 +147,13 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef int forget(self, Launch launch) except -1
     # Stop reporting ends of operations as success, see `fence` in work.pxd.
     cdef int fence(self) except -1
-    # Add to `readers` the threads that let a stream wait for operations here and do not wait for these themselves.
+    # Add to `readers` the threads that read by a stream (docs/glossary.md), without those that wait for a work here.
     cdef int note_readers(self, set readers) except -1
     # The works in flight.
     cdef list unsettled(self)
     # Raise an error in `readers`, except in the calling thread.
     cdef int tell_readers(self, set readers, object error) except -1
-    # Report ends of operations as success again, see `believe` in work.pxd.
+    # Report ends of operations as success until the next stop of the process, see `believe` in work.pxd.
     cdef int believe(self, int seen) except -1
 
 

@@ -7,8 +7,8 @@ Operations on one device run on one shared stream, so that collectives of differ
 their launches on the device too. A communicator that has several ranks on a device would need a stream for each.
 
 A launch is pushed to all its lanes under one lock, so any two launches run in the same order on every device that they
-share, and cannot deadlock. Or it borrows the lanes under the same lock, at its place in the order; then the thread
-that asked for the launch makes the calls, after it has released its own locks.
+share, and cannot deadlock. Alternatively the launching thread borrows the lanes, under the same lock and so at the
+launch's place in the order; it makes the calls itself, after it has released its own locks.
 """
 
 import atexit
@@ -78,7 +78,7 @@ cdef void _begin_lane_thread() noexcept nogil:
 
 
 cdef int lane_of(int device) except -1:
-    """Return the lane of a device. There is one for each device, but one core is left to Python."""
+    """Return the lane of a device. There is one for each device, but fewer than cores, so that Python has a core."""
     global _lanes
     cdef int number
     if _lanes == NULL:
@@ -103,9 +103,9 @@ cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogi
     return n
 
 
-# These two keep the GIL: no thread holds the lock of the order for longer than a push takes, and a thread that
-# released the GIL here might get it back only after the interpreter's switch interval, 5 ms, while it holds the
-# Manager's lock.
+# push_jobs and borrow_lanes keep the GIL while they take the lock of the order: no thread holds that lock for longer
+# than a push takes. A thread that released the GIL here might get it back only after the interpreter's switch interval,
+# 5 ms, while it holds the Manager's lock.
 cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept:
     _lanes.push(jobs, numbers, count)
 
@@ -176,7 +176,7 @@ cdef int wait_behind(CUstream waiting, int device, CUstream stream) except -1:
     try:
         _record(device, event, stream, waiting, True)
     finally:
-        give_event(device, False, event)  # recording it again does not affect a wait that is enqueued
+        give_event(device, False, event)  # its next recording does not affect a wait that is enqueued
     return 0
 
 
@@ -328,7 +328,7 @@ cdef void launch_here(Launch launch) noexcept:
             _hand_works_over(batch, now())  # before other launches run on these devices
             give_lanes_back(batch.borrowed, batch.nborrowed)
         else:
-            pass_on(&batch.job, batch.borrowed)  # an abort holds a communicator, which can take long
+            pass_on(&batch.job, batch.borrowed)  # another thread, such as an abort's, may hold a communicator for long
         restore(mode)
         if launch.parts[launch.count - 1].context != saved:
             driver.cuCtxSetCurrent(saved)
@@ -375,7 +375,7 @@ cdef class Launch(LaunchGroup):
 
     def __dealloc__(self):
         if self.owner is not None and Py_REFCNT(<PyObject*>self.owner) == 1:
-            user_executor.submit([self.owner, self.kept].clear)  # what it keeps may have finalisers
+            user_executor.submit([self.owner, self.kept].clear)  # objects that the owner keeps may have finalisers
         if self.parts != &self.part:
             free(self.parts)
         free(self.batches)
@@ -464,7 +464,7 @@ cdef class Launch(LaunchGroup):
             push_jobs(jobs, self.lanes, nlanes)
             return None
         self.whole.borrowed, self.whole.nborrowed = self.lanes, nlanes
-        self.whole.calls.watched = True  # for Ctrl-C; without marks, since the monitor watches the device
+        self.whole.calls.watched = True  # so that Ctrl-C can end them; no marks, since the monitor watches the device
         return self
 
     cdef size_t _find_lanes(self) except 0:
@@ -490,7 +490,7 @@ cdef class Launch(LaunchGroup):
             self.works = []
             owner = self.owner
             owner.launch_done(self)
-            if Py_REFCNT(<PyObject*>owner) > 2:  # else the launch keeps it until finalisers may run
+            if Py_REFCNT(<PyObject*>owner) > 2:  # else this is the last reference: `__dealloc__` passes it on
                 self.owner = None
         return 0
 
@@ -503,7 +503,7 @@ cdef class Launch(LaunchGroup):
         return 0
 
     cdef int fail(self, object error) except -1:
-        """Fail all works with one error and abort their communicators, where operations wait for the failed one."""
+        """Fail all works with one error and abort their communicators: other operations wait for the failed one."""
         cdef size_t i
         cdef LaunchOwner owner = self.owner
         handles = {}
@@ -514,10 +514,10 @@ cdef class Launch(LaunchGroup):
         self.failing = True
         try:
             if owner.launch_failed(self, error):  # first: no thread may use the communicators as idle ones
-                self.failing = False  # all works were done in the meantime, which can be seconds
+                self.failing = False  # all works were done during launch_failed(), which can take seconds
                 return 0
         finally:
-            if self.failing:  # also if that raises: threads wait for the works
+            if self.failing:  # even if launch_failed() raises: threads wait for the works
                 self.end(error)
         if owner.report_only or owner.self_aborting:
             return 0
@@ -570,7 +570,7 @@ def abort_in_background(handles, reason, others=()):
     reason : str
         For the warning if NCCL does not return.
     others : list of threading.Thread
-        Threads that abort others; the new thread waits for them.
+        Threads that abort other communicators; the new thread waits for them.
 
     Returns
     -------
@@ -586,7 +586,7 @@ def abort_in_background(handles, reason, others=()):
 
 
 class _Done:
-    """Replace the thread of an abort that the caller itself has made."""
+    """Stand for the thread of an abort that was made in the calling thread."""
 
     def join(self, timeout=None):
         """Return at once."""
@@ -655,7 +655,7 @@ cdef class CommunicatorSet(LaunchOwner):
         Parameters
         ----------
         unique_id : bytes
-            Of the communicators; empty if all ranks are in this process: then the thread makes one.
+            The unique id of the communicators. If all ranks are in this process, it is empty and the thread makes one.
         config : Config or None
             NCCL's configuration.
         """
@@ -682,14 +682,14 @@ cdef class CommunicatorSet(LaunchOwner):
         self.begun = []
 
     cdef list ready(self, list comms, list streams):
-        """Take over the communicators and their streams; return what waited for them, for the caller to release."""
+        """Take over the communicators and their streams; subclasses launch and return the operations that waited."""
         self.comms, self.streams = comms, streams
         self.kept = (comms, streams)
         self.state = MADE
         return []
 
     cdef int fail(self, object error) except -1:
-        """Fail what waits for communicators that cannot be made, or are aborted; under no lock."""
+        """Fail the operations that wait for communicators which cannot be made or are aborted; under no lock."""
         self.state = GONE
         return 0
 
@@ -766,14 +766,14 @@ cdef class CommunicatorSet(LaunchOwner):
         return 0
 
     cdef int believe(self, int seen) except -1:
-        """Report ends as success again: no rank had ended the communicators after the first `seen` stops."""
+        """Report ends as success until the process is stopped again: no end was announced as of `seen` stops."""
         cdef Communicator comm
         for comm in self.comms:
             believe(comm, seen)
         return 0
 
     cdef int note_readers(self, set readers) except -1:
-        """Add the threads that let a stream wait for operations here, except those that wait themselves now."""
+        """Add the threads that read by a stream, except those in a wait for a work here."""
         cdef Work work
         waiters = set()
         for work in self.unsettled():
@@ -875,7 +875,7 @@ cdef unsigned long long signature_of(const Operation* o) noexcept:
     while nbytes:
         nbytes >>= 1
         size += 1
-    # 5 bits, 7, 5, 8, one bit that keeps it from being 0, and 32 for the root.
+    # Bits: 0 to 4 kind, 5 to 11 size, 12 to 16 type, 17 to 24 operator, 31 always 1 (0 is a free place), 32 on root.
     return (
         1ULL << 31 | o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
         | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>root << 32
@@ -886,6 +886,6 @@ def _close(comm):
     relax()
     try:
         comm.close()
-    except Exception:  # nothing more can be done; its memory stays with NCCL
+    except Exception:  # the communicator is aborted instead; NCCL may keep its memory
         _log.warning("closing %r failed", comm, exc_info=True)
         comm.abort()

@@ -104,8 +104,8 @@ cdef size_t distinct(const int* numbers, size_t count, int* found) noexcept nogi
 
 
 # push_jobs and borrow_lanes keep the GIL while they take the lock of the order: no thread holds that lock for longer
-# than a push takes. A thread that released the GIL here might get it back only after the interpreter's switch interval,
-# 5 ms, while it holds the Manager's lock.
+# than a push takes. A thread that released the GIL here might get it back only after the interpreter's switch
+# interval, 5 ms, while it holds the Manager's lock.
 cdef void push_jobs(ncclpy_job** jobs, const int* numbers, size_t count) noexcept:
     _lanes.push(jobs, numbers, count)
 

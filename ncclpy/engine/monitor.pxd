@@ -1,12 +1,11 @@
 from ncclpy.engine.work cimport Watched, Work
 
 
-# Start the monitor's thread, at its first use in this process. Its driver calls use the context of the first `device`
-# that is given.
+# Start the monitor's thread unless it runs. Its driver calls use the context of the first `device` that is given.
 cdef int ensure_running(int device=*) except -1
 # Watch the deadline of a work that its lane has not handed over yet.
 cdef int await_launch(Work work) except -1
-# Give launched works to the monitor, after `make_room` has made space for them: a lane could not report that memory is
-# out.
+# Give launched works to the monitor. `make_room` must have reserved space for them before the launch, since a lane
+# could not report that memory is out.
 cdef int make_room(size_t count) except -1
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil

@@ -89,7 +89,10 @@ cdef bint _is_row_awaited(StreamWorks* row, size_t most) noexcept nogil:
 
 
 cdef bint _is_deferred(StreamWorks* row, double moment) noexcept nogil:
-    """Return whether to query a stream later: a query starts its thread, while a waiting caller could run the work."""
+    """Return whether to query a stream of the host engine later.
+
+    A query makes the engine start a thread for the stream, although a caller that waits could run the work itself.
+    """
     return (
         moment - (<Work>row.works.front().work).entry.launched < _COLLECT_TIME and not _is_row_awaited(row, 1)
     )
@@ -102,11 +105,11 @@ cdef void _wake(void* nothing) noexcept nogil:
 cdef double request_wakeup(Rows* rows, double moment) noexcept nogil:
     """Have the host engine wake the monitor at the end of works, since polling uses the cores that run the operations.
 
-    On each stream the engine wakes it at the end of the first work that `is_urgent`, or else of the last work: each
-    check takes a core from the threads that run the operations, for which all ranks wait. A thread that sleeps in the
-    engine until a work has ended completes the work itself.
+    On each stream the engine wakes the monitor at the end of the first work that `is_urgent`, else of the last work:
+    each check takes a core from the threads that run the operations, for which all ranks wait. A work for which a
+    thread sleeps in the engine is not reported, since that thread completes the work.
 
-    Return the latest moment of the next check.
+    Return the moment by which the monitor must check again.
     """
     cdef Rows.iterator it = rows.begin()
     cdef StreamWorks* row
@@ -131,7 +134,10 @@ cdef double request_wakeup(Rows* rows, double moment) noexcept nogil:
 
 
 cdef Watched* _work_to_report(StreamWorks* row) noexcept nogil:
-    """Return the first work that `is_urgent`; else the last work, or NULL if the engine reports one already."""
+    """Return the first work that `is_urgent` and has no thread asleep in the engine; else the last work.
+
+    Return NULL for the last work if the engine reports a work already, or a thread sleeps there until the last one.
+    """
     cdef size_t i
     for i in range(min(_MAX_CHECKED, row.works.size())):
         if is_urgent(&row.works[i]) and not load(&(<Work>row.works[i].work).engine_waiters):
@@ -181,7 +187,8 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are checked while works are in flight.
 cdef double _ROUND = 0.02
 
-# How long a work that was not launched because an earlier call failed waits until that call's error ends it.
+# A work that was not launched because an earlier call failed is ended by the error of that call; if not within this
+# time, it fails by itself.
 cdef double _CAUSE_PATIENCE = 4.0
 
 # On GPUs, how long a completed work that no thread awaits may wait while launches follow each other faster than
@@ -191,8 +198,8 @@ cdef double _LONG_COLLECT_TIME = 1e-3
 cdef double _FAST_LAUNCH_INTERVAL = 100e-6
 cdef int _TOO_FEW_LAUNCHES = 2  # with no more launches than this a pace is not measured
 
-# How long the thread spins when no works are left; only where cores are plenty, since waking an idle core can take
-# 200 us.
+# How long the thread spins when no works are left, since waking an idle core can take 200 us; not at all with fewer
+# than 8 cores.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
 # How long the process's exit waits for this thread.
@@ -230,9 +237,9 @@ cdef class _Agenda:
     cdef list timers
     cdef long long timers_made
     cdef list last_references  # settled works that may hold the last references to users' objects
-    cdef list unsettled  # works with an end that is not believed yet, or that another thread is about to fail
+    cdef list unsettled  # works that have ended and do not count as successful yet, or that a task is about to fail
     cdef Call thread  # the monitor's
-    cdef bint has_ended  # whether it has ended, at exit
+    cdef bint has_ended  # whether the monitor's thread has ended, at exit
 
     def __cinit__(self):
         self.unlaunched = collections.deque()
@@ -274,7 +281,7 @@ cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     cdef bint has_urgent = False
     mutex_lock(&_inbox.mutex)
     for i in range(count):
-        has_urgent |= is_urgent(&some[i])  # before the monitor can free it
+        has_urgent |= is_urgent(&some[i])  # under the mutex: once it is released the monitor can free the work
         _inbox.works.push_back(some[i])
     _inbox.reserved -= count
     mutex_unlock(&_inbox.mutex)
@@ -320,7 +327,7 @@ def call_at(double when, callback):
     when : float
         Seconds, as `time.monotonic` counts.
     callback : callable
-        The internal executor runs it; a weak method if it must not keep its owner alive.
+        The internal executor runs it. Pass a weak method if the callback must not keep its owner alive.
     """
     ensure_running()
     _agenda.timers_made += 1
@@ -409,7 +416,7 @@ cdef class _Defect:
 
 
 cdef void _watch(double next_round) noexcept nogil:
-    """Return when the GIL is needed: works have ended, a round or a timer is due, or the monitor is called."""
+    """Watch works until the GIL is needed: works have ended, a round, timer or check is due, or the process ends."""
     cdef int seen
     cdef double began = now(), waited, moment
     cdef double rest  # how long completed works that no thread awaits are left alone
@@ -417,11 +424,11 @@ cdef void _watch(double next_round) noexcept nogil:
         seen = load(&wakeups)
         note_tick(now())
         rest = _LONG_COLLECT_TIME if event_help == NULL and _launches_fast(seen) else _COLLECT_TIME
-        if seen != _watching.seen_wakeups:  # else nothing was handed over since: leave the inbox's mutex to the lanes
+        if seen != _watching.seen_wakeups:  # else nothing was handed over, and the mutex is left to the lanes
             _watching.seen_wakeups, _watching.emptied_at = seen, now()
             if not is_any_awaited(&_watching.streams):
-                # A check at once would delay the launching thread, in the driver and by taking the GIL; on the host
-                # engine, the thread that runs the work and completes it.
+                # An immediate check would delay the launching thread, in the driver and by taking the GIL; on the host
+                # engine it would delay the thread that runs the work and completes it.
                 idle_wait(rest)
             _empty_inbox()
         _query_streams()
@@ -451,12 +458,13 @@ cdef void _watch(double next_round) noexcept nogil:
             wait_for_wakeup(
                 seen, min(next_round, _shared.next_timer, next_check, request_wakeup(&_watching.streams, moment)) - moment
             )
-        elif waited < 100e-6 and expects_callbacks():  # else polling gains nothing: a waiting thread polls at first
+        elif waited < 100e-6 and expects_callbacks():  # without callbacks, a waiting thread polls the device itself
             sched_yield()
         elif not is_any_awaited(&_watching.streams):
             idle_wait(rest)
         elif waited < 1:
-            sleep_on(&_watching.sleep_word, 0, 20e-6 if waited < 0.1 else 50e-6)  # saves wake_monitor() a system call
+            # Not on `wakeups`: then wake_monitor() needs no system call.
+            sleep_on(&_watching.sleep_word, 0, 20e-6 if waited < 0.1 else 50e-6)
         else:
             wait_for_wakeup(seen, 500e-6)
 
@@ -477,7 +485,7 @@ cdef bint _is_awaited() noexcept nogil:
 
 
 cdef void _empty_inbox() noexcept nogil:
-    """Append the works that were handed over to those of their streams."""
+    """Move the works that lanes have handed over to their streams; works that failed to launch to `ended`."""
     cdef size_t i
     cdef Watched one
     cdef StreamWorks* row
@@ -574,7 +582,7 @@ cdef int _end(Watched* watched) except -1:
 cdef int _release_if_settled(Work work) except -1:
     """Release what a work keeps, once lane and device are done with it and it is settled.
 
-    An unsettled work needs its communicator: without it, `Work._query` would take any end for a success.
+    An unsettled work keeps its communicator, by which `Work._query` finds whether an end counts as a success.
     """
     work.over = True
     if work.failing == TO_FAIL or not work.is_settled():
@@ -653,7 +661,7 @@ cdef int _check_works() except -1:
 
 
 cdef int _start_deadline(StreamWorks* row, double moment) except -1:
-    """Start the deadline of a stream's first work, once what produces its input is done."""
+    """Start the deadline of a stream's first work, once the device can begin the work: its input is there."""
     cdef Watched* first = &row.works.front()
     cdef Work work = <Work>first.work
     cdef CUevent event = work.ready if work.began == NULL else work.began
@@ -673,11 +681,11 @@ cdef int _start_deadline(StreamWorks* row, double moment) except -1:
 cdef bint _is_passed(CUevent event) noexcept:
     """Return whether a stream has passed an event.
 
-    A thread that frees device memory blocks the driver until all work on the device has ended; that may end only by an
-    abort, which needs the GIL. So the GIL is released for the query.
+    The GIL is released for the query: a thread that frees device memory blocks the driver until all operations on the
+    device have ended, and an operation may end only by an abort, which needs the GIL.
     """
     cdef CUresult result
-    if _agenda.has_ended:  # any thread may be here then, and nothing else guards what is watched
+    if _agenda.has_ended:  # then several threads may do the monitor's work, and only the GIL guards `_watching`
         return driver.cuEventQuery(event) != CUDA_ERROR_NOT_READY
     with nogil:
         result = driver.cuEventQuery(event)
@@ -710,7 +718,7 @@ cdef int _check_lanes() except -1:
 
 
 cdef int _check_health(Work work) except -1:
-    """Have a work fail if its communicator has an asynchronous error or was aborted; return whether it has."""
+    """Have a work fail, and return True, if its communicator has an asynchronous error or was aborted."""
     cdef Handle handle = work.handle
     cdef ncclResult_t result = ncclSuccess
     if handle is None:

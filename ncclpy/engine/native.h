@@ -50,7 +50,7 @@ static inline void ncclpy_relax(void) {
 #endif
 }
 
-/* Has this thread's sleeps end within a microsecond of their time; by default the kernel adds up to 50 us to each. */
+/* Lets this thread's sleeps end within a microsecond of their time; by default the kernel adds up to 50 us to each. */
 static inline void ncclpy_sharp_timers(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
 
 /* A job for a lane (lanes.hpp); the pushing thread owns it again once `run` has returned. */

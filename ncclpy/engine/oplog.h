@@ -1,8 +1,8 @@
 /* The operations that a rank has begun in a process group and not finished, and the one that it has finished last.
    Written under the GIL; read by threads without the GIL, which never wait for a writer.
 
-   Operations in flight are a list, in the order in which they have begun. The version is a sequence lock: it is odd
-   during a write, and a reader that sees an odd version, or a changed one after reading, reads again. Notes are
+   Operations in flight are a list of notes, in the order in which they have begun. The version is a sequence lock: it
+   is odd during a write, and a reader that sees an odd version, or a changed one after reading, reads again. Notes are
    reused, and freed only with the operation log, since a reader may still read them. */
 #ifndef NCCLPY_ENGINE_OPLOG_H
 #define NCCLPY_ENGINE_OPLOG_H
@@ -30,13 +30,13 @@ enum { NCCLPY_OP_WORDS = sizeof(ncclpy_op) / sizeof(uint64_t), NCCLPY_NOTES_PER_
 typedef struct ncclpy_note {
   ncclpy_op what;
   struct ncclpy_note *before, *after;
-  uint64_t order; /* the operation's number in its list, from 1, in the order of the beginnings */
+  uint64_t order; /* the operation's number among all that have begun in its list, from 1 */
 } ncclpy_note;
 
 typedef struct {
   ncclpy_note *first, *tail;
   uint64_t begun;
-  uint64_t last; /* the order of `finished`, 0 if there is none */
+  uint64_t last; /* `order` of the operation in `finished`; 0 if none has finished */
   ncclpy_op finished;
 } ncclpy_op_list;
 
@@ -59,8 +59,8 @@ typedef struct {
   ncclpy_op current, finished;
 } ncclpy_status;
 
-/* NCCLPY_LOAD_ACQUIRE orders the accesses after it, NCCLPY_STORE_RELEASE the accesses before it. A fence would too,
-   but thread sanitizers do not know fences. */
+/* NCCLPY_LOAD_ACQUIRE orders the accesses after it, NCCLPY_STORE_RELEASE the accesses before it. Memory fences would
+   do the same, but thread sanitizers do not know them. */
 #define NCCLPY_LOAD_ACQUIRE(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
 #define NCCLPY_STORE_RELEASE(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 
@@ -171,7 +171,7 @@ static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* 
   oplog->spare = note;
 }
 
-/* Reads one list. During a write the result is garbage, but only memory of the operation log is read. */
+/* Reads one list. During a write the result is garbage, which the caller drops; no memory outside the log is read. */
 static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status* found) {
   const ncclpy_note* first = NCCLPY_LOAD_ACQUIRE(row->first);
   found->has_current = first != NULL;
@@ -180,8 +180,8 @@ static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status*
   if (found->has_finished) ncclpy_note_copy(&found->finished, &row->finished);
 }
 
-/* Reads the first operation that is begun and not done, and the last that is done; collectives take precedence over
-   operations between two ranks. Returns 0 if every attempt met a write. */
+/* Reads the first operation that has begun and not ended, and the last one that was completed; each is an operation
+   between two ranks only if there is no collective. Returns 0 if every attempt met a write. */
 static inline int ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* status) {
   int tries;
   for (tries = 0; tries < 1000; tries++) {

@@ -12,7 +12,7 @@ cdef class Recorded:
     cdef Part* parts
     cdef Batch* batches
     cdef size_t count
-    cdef bint recorded  # a recording has ended without an error, perhaps without operations (as of a send to no peer)
+    cdef bint recorded  # a recording has ended without an error; it may have no operations (a send to no peer)
     cdef size_t nbatches
     cdef Batch whole  # all parts as one group, for a launch in the calling thread
     cdef ncclpy_job** jobs  # of the batches
@@ -21,10 +21,10 @@ cdef class Recorded:
     cdef mutex_t mutex  # one launch at a time
     cdef list handles
     cdef list held  # the arrays
-    cdef list operators  # custom operators in use: once one is closed, NCCL reuses its number
+    cdef list operators  # custom operators in use; `check` refuses a closed one, whose number NCCL may have reused
     cdef list windows  # targets of puts
     cdef list streams  # `Stream` objects in use, to detect that one was closed
-    cdef list waits  # (handle, stream, seconds) for CPU memory: its results must be ready when a launch returns
+    cdef list waits  # (handle, stream, seconds) for results in CPU memory, which must be ready when a launch returns
     cdef object __weakref__
 
     # Take over the operations of a recording.
@@ -33,7 +33,7 @@ cdef class Recorded:
     cdef int check(self) except -1
     # Take the mutex, within `limit` seconds; -1 means the shortest deadline of the communicators.
     cdef int take_turn(self, str what, double limit) except -1
-    # End what a launch waits for, since `error` has ended the wait.
+    # Abort the operations that a launch waits for, since `error` (a timeout or a signal handler's) has ended the wait.
     cdef int leave_launch(self, object error) except -1
     # Keep the arrays until neither a lane nor a device uses them, even if the plan is dropped.
     cdef int hold_arrays(self) except -1
@@ -43,6 +43,7 @@ cdef class Recorded:
 cdef bint await_all(int* remaining, double deadline) noexcept nogil
 
 
+# One device's graph, and the job that launches it.
 cdef struct Replay:
     ncclpy_job job  # first, so that its address is the replay's
     CUcontext context
@@ -52,8 +53,8 @@ cdef struct Replay:
     CUresult result
     int device
     int* remaining
-    PyObject* watched  # a Handle with a deadline, which the plan keeps; or NULL
-    Mark* mark  # of a launch in progress
+    PyObject* watched  # the Handle with a deadline that gets the watchdog's mark, kept by the plan; or NULL
+    Mark* mark  # of the launch in progress
 
 
 cdef class Graph:
@@ -67,7 +68,7 @@ cdef class Graph:
     cdef int remaining
     cdef list own  # streams for CPU memory
     cdef list held  # registrations of the plan's buffers
-    cdef bint must_wait  # for data in CPU memory, after each launch
+    cdef bint must_wait  # whether each launch waits until results in CPU memory are ready
     cdef bint launching  # a thread is in launch(); changed with the GIL
     cdef object __weakref__
 

@@ -91,7 +91,7 @@ cdef class Recorded:
         if group.count == 0:
             self.recorded = True
             return 0
-        check_together(group.handles, None)  # now: a launch by several threads has no common group to check
+        check_together(group.handles, None)  # not at a launch: its threads may each have a part of the group only
         check_memory(group)
         self.held = []
         self.handles = list(group.handles)
@@ -193,7 +193,7 @@ cdef class Recorded:
                 raise
 
     cdef int leave_launch(self, object error) except -1:
-        """End what a launch waits for, since `error` has ended the wait."""
+        """Abort the operations that a launch waits for, since `error` has ended the wait; keep the arrays."""
         try:
             end_call(self.handles, None, [], "Plan.launch was left early", error)
         finally:
@@ -265,7 +265,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
             unnamed = [stream for stream in used if (device, stream) in own]
             if len(used) > 1 and len(unnamed) != len(used):
                 raise ValueError(
-                    f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device"
+                    f"device {device}: the plan uses {len(used)} streams there; a graph needs one stream per device"
                 )
         self.replays = <Replay*>calloc(len(streams), sizeof(Replay))
         self.jobs = <ncclpy_job**>calloc(len(streams), sizeof(ncclpy_job*))
@@ -274,7 +274,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         if self.replays == NULL or self.jobs == NULL or self.lanes == NULL or self.borrowed == NULL:
             raise MemoryError
         self.own = []
-        private_of = {}  # keeps them until the captures have ended
+        private_of = {}  # keeps the private streams until the captures have ended
         for device, used in streams.items():
             replay = &self.replays[self.count]
             private = Stream(device)
@@ -323,7 +323,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
                     with nogil:
                         handle.lock()
                         what.sequence = handle.sequence
-                        if handle.status.is_noting:  # on all ranks or on none, so their sequence numbers stay equal
+                        if handle.status.is_noting:  # on all ranks or none: so all ranks' sequence numbers stay equal
                             handle.sequence += 1
                             handle.note(&what)
                         self.replays[i].mark = handle.enter_call(&what, handle.limit)
@@ -344,7 +344,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         return 0
 
     def _let_go(self):
-        """Destroy the graphs for an abort, which waits for that; launches in progress get a little time to end."""
+        """Destroy the graphs for an abort, which waits for this call; launches in progress get `_PATIENCE` to end."""
         self._close(now() + _PATIENCE)
 
     def launch(self):
@@ -668,8 +668,9 @@ Record a group of operations once and launch it many times.
                 end_quietly(aborting, reason, errors[-1])
             for handle, stream, own_limit in self.waits:
                 deadline = begun + (limit if limit >= 0 else own_limit)
+                # After an error, a wait without a deadline might never end.
                 if errors and (deadline == FOREVER or handle.state != READY):
-                    continue  # its data are not awaited any more
+                    continue
                 try:
                     wait_stream(handle, <CUstream><uintptr_t>stream, b"Plan.launch", deadline, self.handles)
                     if at_once:

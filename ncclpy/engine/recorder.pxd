@@ -69,8 +69,8 @@ cdef enum:
     LAUNCHED = 1
     COMPLETED = 2
     FAILED = 3
-    CALLED = 4  # a plain call has returned; the device may not be done with it, which is not checked
-    CAPTURED = 5  # part of a CUDA graph: it runs whenever that is launched, unseen here
+    CALLED = 4  # a plain communicator's call has returned; whether the device is done with it is not checked
+    CAPTURED = 5  # part of a CUDA graph: each launch of the graph runs it, which the recorder does not see
 
 
 # What the recorder keeps of one operation. The fields in C may be written without the GIL.

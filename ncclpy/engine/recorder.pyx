@@ -43,7 +43,7 @@ cdef enum:
     #: Bytes that suffice for any status as JSON.
     _STATUS_BYTES = 1024
 
-# Names, indexed by number: looking a name up in its enum would take longer than the rest of an entry.
+# Names, indexed by number: looking a name up in its enum would take longer than all else that an entry needs.
 DTYPES = tuple([member.name.lower() for member in DataType])
 _OPS = tuple([member.name.lower() for member in ReduceOp])
 
@@ -456,7 +456,7 @@ cdef class _Calls(CallTracer):
         if here is not None:
             entry.code, entry.at = here
         entry.operation = operation.kind
-        # The count of a wait is a number of ranks.
+        # The count of a wait is its number of descriptors, not of elements.
         nbytes = operation.count * ITEMSIZE[operation.datatype] if operation.kind != WAIT_SIGNAL else 0
         note_operation(entry, operation, nbytes)
         entry.device = handle.device
@@ -547,7 +547,7 @@ def snapshot(reason=None):
     first = max(0, recorded - len(ring))
     entries = [entry for entry in (ring[number % len(ring)] for number in range(first, recorded)) if entry is not None]
     loaded = _library.loaded()
-    # Read one right after the other: they relate the two clocks.
+    # Read one right after the other: by the pair a reader converts moments of one clock to the other.
     wall, monotonic = time.time(), now()
     return {
         "format": "ncclpy-recorder",
@@ -595,8 +595,8 @@ def dump(path=None, *, reason=None):
     -------
     str
     """
-    # One line for each entry: json's own indent runs in Python, and takes four times as long. A quote that ends a string
-    # is not followed by a letter.
+    # One line for each entry: json's own indent runs in Python, and takes four times as long. `_ENTRY` matches nothing
+    # inside a string: a quote that ends a string is not followed by a letter.
     text = _ENTRY.sub("\\1\n", json.dumps(snapshot(reason))) + "\n"
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:

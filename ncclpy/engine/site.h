@@ -6,7 +6,7 @@
 #include <Python.h>
 #include <frameobject.h>
 
-/* The innermost frame of this thread, borrowed; NULL where no Python runs. */
+/* The innermost frame of this thread, borrowed; NULL if the thread runs no Python code. */
 static inline PyObject* ncclpy_frame(void) { return (PyObject*)PyEval_GetFrame(); }
 
 /* The frame that has called this one, a new reference; NULL for the outermost. */
@@ -19,7 +19,7 @@ static inline PyObject* ncclpy_frame_code(PyObject* frame) {
     return (PyObject*)PyFrame_GetCode((PyFrameObject*)frame);
 }
 
-/* The frame's present instruction, in bytes, as PyCode_Addr2Line takes it. */
+/* The offset in bytes of the frame's present instruction, as PyCode_Addr2Line takes it. */
 static inline int ncclpy_frame_at(PyObject* frame) {
 #if PY_VERSION_HEX >= 0x030B0000
     return PyFrame_GetLasti((PyFrameObject*)frame);

@@ -18,7 +18,7 @@ __all__ = ["as_stack", "in_short", "python_stack"]
 _BYTES, _FRAMES = 2048, 32
 #: The most characters of a file's name, of which the end is kept, and of a function's.
 _FILE, _FUNCTION = 200, 100
-#: Frames in a sentence, and what only paths of libraries contain.
+#: The most frames that a sentence names, and what only paths of libraries contain.
 _MAX_FRAMES = 3
 _LIBRARY = re.compile(r"/lib/python\d|-packages/|^<frozen ")
 
@@ -45,7 +45,7 @@ def python_stack(thread: int | None = None) -> list[str]:
 
 
 def as_stack(received: Any) -> tuple[str, ...]:
-    """Return a stack that another process has sent, within the same bounds; empty if it is not a stack."""
+    """Return a stack that another process has sent, cut to the same bounds; empty if it is not a stack."""
     if not isinstance(received, (list, tuple)):
         return ()
     found, space = [], _BYTES
@@ -63,7 +63,8 @@ def as_stack(received: Any) -> tuple[str, ...]:
 def in_short(stack: Sequence[str]) -> str:
     """Return the innermost frames for a sentence, with the last parts of their files' paths.
 
-    After the innermost frame only frames of the program are named, if there are any, and no libraries between them.
+    The innermost frame is always named. Of the other frames those of libraries are left out, unless the program has
+    none.
     """
     program = [each for each in stack[1:] if not _LIBRARY.search(each)]
     short = []

@@ -1,9 +1,9 @@
 """Exit status of a process in which operations have failed, if the program has been given none of their errors.
 
 Such a program takes the contents of its arrays for results, and must not end with the exit status of a success. A
-group, a Manager or a coordinator notes the errors of its operations here when these fail, and removes them when the
-program closes or aborts it. At the end of Python a line on stderr names each one whose errors are still undelivered,
-and the process ends with status 70, unless the program has another status than 0 already.
+group, Manager or coordinator notes the errors of its operations here when the operations fail, and removes the errors
+when the program closes or aborts that object. When Python ends, a line on stderr names each object with undelivered
+errors, and the process ends with status 70 instead of 0. Any other status stays.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _end_of_process() -> None:
 
 
 def _forked() -> None:
-    """Forget all in a forked child: its parent reports them."""
+    """Forget the parent's errors in a forked child: the parent reports them."""
     _noted.clear()
 
 

@@ -8,14 +8,14 @@ from ncclpy.engine.callbacks cimport Awaited, LaunchGroup
 from ncclpy.engine.recorder cimport Entry
 
 
-# Take an event of a device from the pool; any context may be current. Give it back when nothing waits for it.
+# Take an event of a device from the pool, and give it back when nothing waits for it; any context may be current.
 cdef CUevent take_event(int device, bint timing) except NULL
 cdef int give_event(int device, bint timing, CUevent event) except -1
 
-# How many times this process was found to have been stopped while operations ran.
+# How many stops of this process (SIGSTOP, suspend) the monitor has found.
 cdef int stops
 
-# Whether an operation that ends now may have been cut off by an abort, so that its end is no proof of success.
+# Whether an operation that ends now may have been ended by an abort, so that its end is no proof of success.
 cdef bint is_doubted(Handle handle) noexcept nogil
 
 # Note that the monitor runs at `moment`. It must run again by next_tick(), which is FOREVER if no communicator needs
@@ -29,14 +29,17 @@ cdef int tell_of_stops() except -1
 # Stop reporting ends on a communicator as success: other ranks may abort it.
 cdef int fence(Handle handle) except -1
 
-# Report ends on a communicator as success again, unless the process is stopped after the first `seen` stops.
+# Report ends on a communicator as success until the process is stopped again, after the first `seen` stops: the other
+# ranks have just been asked. A fence stays.
 cdef int believe(Handle handle, int seen) except -1
 
 
-# Have a work fail with the error of its launch; if `watched` is NULL, with its communicator's `result`; if `result` is
-# success, because its deadline has passed. It runs compiled code only.
+# Have a work fail, by the first of these causes that is given: its launch (`watched` is not NULL), its communicator
+# (aborted, or `result` is not ncclSuccess), its deadline. It runs compiled code only.
 cdef int start_failing(Work work, const Watched* watched, ncclResult_t result) except -1
+# The task that does this; None if there is one already, or the work is settled.
 cdef object failing_task(Work work, const Watched* watched, ncclResult_t result)
+# Whether a work was not launched because an earlier call failed, the error of which ends this work too.
 cdef bint follows_a_failure(Work work, const Watched* watched) noexcept
 
 cdef enum:
@@ -48,20 +51,20 @@ cdef enum:
 cdef class Work:
     cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; a futex
     cdef int sleepers
-    cdef int engine_waiters  # how many threads sleep in the host engine until it is done, and then settle it
+    cdef int engine_waiters  # how many threads sleep in the host engine until it is done; they settle it then
     cdef CUevent done  # recorded behind the operation once it is launched
     cdef object done_owner  # the object that owns `done`, if this work does not
     cdef bint done_is_borrowed  # whether `done` belongs to another object
-    cdef CUevent began  # with timing only
+    cdef CUevent began  # recorded before the operation; with timing only, else NULL
     cdef CUevent ready  # recorded behind what produces the input, or NULL
     cdef CUstream stream
     cdef CUstream producer  # the stream that `ready` was recorded on, if there is just one
     cdef bint has_producer
     cdef bint reused_in_order  # whether its only array is reused in stream order: see `is_reused_in_order`
     cdef bint timed
-    cdef bint was_launched  # before it was settled
+    cdef bint was_launched  # whether it was launched before it was settled
     cdef readonly int device
-    cdef double limit  # the moment by which it must be done, or with `relative_limit` launched
+    cdef double limit  # the moment by which it must be done; while `relative_limit` is not 0, launched
     cdef double shown_timeout  # seconds of its timeout, for its error; 0 if only a moment is known
     cdef double relative_limit  # seconds from when the device can begin it; 0 once `limit` is the deadline
     cdef double seconds  # duration on the device; negative if not known
@@ -76,7 +79,7 @@ cdef class Work:
     cdef bint over  # whether lane and device are done with it; the monitor releases it once it is settled
     cdef Awaited awaits  # what it waits for before the launch
     cdef bint released_early  # whether its arrays were released while it runs
-    cdef bint dropped_by_monitor  # only the user has a reference: the monitor's was given up early, see `release_early`
+    cdef bint dropped_by_monitor  # the monitor's reference was given up early, see `release_early`
     cdef bint has_listeners  # whether users have added callbacks, which may ask for the result
     # Threads that learn of its failure: the last one that let a stream wait for it, and the last one that waits for it
     # itself.
@@ -87,7 +90,7 @@ cdef class Work:
 
     # Set the final state, with an error or None; later calls change nothing. In any thread, under any lock.
     cdef int settle(self, object error) except -1
-    # The error, or None; with `informs`, note that this thread is given it.
+    # The error, or None. With `informs`, note that this thread is given the error.
     cdef object failure(self, bint informs=*)
     # Settle an operation that could not be begun: only the caller gets its error.
     cdef int withdraw(self, object error) except -1
@@ -95,7 +98,7 @@ cdef class Work:
     cdef int tidy(self) except -1
     # Drop what lane and device might have used, once they are done with it.
     cdef int let_go(self) except -1
-    # Release the arrays before the end, if that is safe now that this stream waits for the operation.
+    # Release the arrays before the operation ends, if that is safe now that this stream waits for the operation.
     cdef int release_early(self, CUstream stream) except -1
     # Whether `let_go`, and dropping the last reference after it, can run no code of users.
     cdef bint can_be_dropped_quietly(self) noexcept
@@ -123,22 +126,22 @@ cdef struct Watched:
     CUevent event
     CUstream stream
     double limit
-    double seen  # when the monitor found that it has ended
+    double seen  # when the monitor found that the operation has ended
     ncclResult_t result  # of the launch: not ncclSuccess if it has failed
-    CUresult driver  # of the driver's calls around it
+    CUresult driver  # of the driver's calls around those of NCCL
     int kind  # of the operation, to name the function that failed
     char* text  # NCCL's text for a failure; from malloc, freed by the monitor
 
-# Do the monitor's work, but not callbacks, if its thread has ended; return whether it has.
+# If the monitor's thread has ended, do its work, but run no callbacks; return whether the thread has ended.
 cdef int run_monitor_inline() except -1
 
 # What a thread that waits for other threads' works does between two checks.
 cdef int yield_to_others() except -1
 
 
-# Whether memory that an array gives back is next used by what is enqueued later on the array's own stream. This is so
-# where a framework or the array names a current stream: their allocators keep stream order. CPU memory, and memory of
-# a `Buffer`, which no framework manages, may be reused the moment it is free.
+# Whether memory that an array frees is reused only by work that is enqueued later on the array's own stream. That is
+# so if a framework or the array names a current stream, since their allocators keep stream order. CPU memory, and
+# memory of a `Buffer`, which no framework manages, may be reused the moment it is free.
 cdef inline bint is_reused_in_order(const View* view) noexcept:
     return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
 

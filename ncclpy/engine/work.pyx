@@ -2,12 +2,13 @@
 
 An NCCL kernel that sees its communicator's abort flag stops waiting and passes on to the next rank what it has. So
 when a neighbour aborts, a rank sees its own operation end as usual, but with wrong data. Ranks that have a channel
-beside NCCL therefore abort in two steps. First all are told that the communicator ends, and each rank stops counting
-operations that end from then on as successful; only then does a rank abort (docs/guides/failures.md). On a
-communicator without such a channel every end of an operation counts as its success.
+beside NCCL therefore abort in two steps. First all ranks are told that the communicator is about to be aborted, and
+each counts no operation that ends from then on as successful; only then does a rank abort (docs/guides/failures.md).
+On a communicator without such a channel an operation that ends counts as successful.
 
 A process that is stopped (SIGSTOP, suspend) is told nothing, and the other ranks wait for it only for a limited time.
-When it continues, it believes no end before it has asked the store.
+When it continues, it counts no operation as successful before it has asked the store whether the communicator was
+aborted.
 
 The monitor, in its quiet stretches, detects failures; an exception needs Python code, so a task makes it.
 """
@@ -86,20 +87,21 @@ cdef int give_event(int device, bint timing, CUevent event) except -1:
     return 0
 
 
-# Other ranks wait for a silent rank for at least a second. A process that was stopped for half of that asks the store.
+# A process that was stopped for longer than this asks the store. Other ranks wait for a silent rank for at least twice
+# as long.
 cdef double _STOPPED_AFTER = 0.5
 
 # How often the monitor runs, even with nothing in flight, to notice that the process was stopped: an abort during the
 # stop may affect an operation that is launched after it.
 cdef double _TICK_INTERVAL = 0.2
 cdef int stops = 0
-cdef double _last_tick = 0  # when the monitor last ran; 0 while no communicator needs that
+cdef double _last_tick = 0  # when the monitor last ran; 0 until the first call of `listen`
 cdef int _reported_stops = 0
 cdef object _listeners = weakref.WeakSet()
 
 
 cdef bint is_doubted(Handle handle) noexcept nogil:
-    if handle.fenced:  # another rank of this process was aborted: ranks of one process need no store for that
+    if handle.fenced:  # another rank of this process is being aborted, which needs no store to be known here
         return True
     if handle.trust == TRUSTED:
         return False
@@ -111,7 +113,7 @@ cdef bint is_doubted(Handle handle) noexcept nogil:
 
 cdef void note_tick(double moment) noexcept nogil:
     global _last_tick
-    if _last_tick == 0:  # no communicator needs it
+    if _last_tick == 0:  # no communicator has a listener
         return
     if moment - _last_tick > _STOPPED_AFTER:
         add(&stops, 1)
@@ -215,7 +217,7 @@ cdef class _Failing:
                     launch.fail(error)
                 report_failure(error, False)
         finally:
-            work.failing = HAS_FAILED  # from now on the monitor may release it, once it is settled and over
+            work.failing = HAS_FAILED  # from now on the monitor may release the work, once it is settled and over
 
 
 cdef object _error_of(Work work, ncclResult_t result):
@@ -269,13 +271,13 @@ cdef extern from "sched.h" nogil:
 # How long a wait polls the device itself before it sleeps until the monitor wakes it.
 cdef double _POLL = 100e-6
 
-# How long a wait on GPUs polls at intervals after that, since the end of an operation wakes no thread (the monitor
-# would notice it 50 us later), and the interval: a query holds a lock for 1.5 us that each launch needs.
+# How long a wait on GPUs then polls at intervals: the end of an operation wakes no thread, and the monitor would
+# notice it 50 us later. The interval is needed because a query holds, for 1.5 us, a lock that each launch needs.
 cdef double _SLOW_POLL = 1e-3
 cdef double _SLOW_POLL_INTERVAL = 10e-6
 
-# How long a waiting thread runs the operation itself, where that is possible, before it leaves the operation to the
-# stream's thread: a signal, or the work's failure, must be able to end the wait in time.
+# How long a waiting thread runs the operation itself (host engine) before it leaves the operation to the stream's
+# thread: a signal, or the work's failure, must be able to end the wait in time.
 cdef double _HELP_SLICE = 1e-3
 
 # How long a wait sleeps before Python's signal handlers may run; shorter where it does the monitor's work as well, and
@@ -306,7 +308,7 @@ cdef inline CUstream _canonical(CUstream stream) noexcept:
 
 
 cdef int yield_to_others() except -1:
-    """Let callbacks (in another thread, if this one would run them), the monitor and signal handlers run briefly."""
+    """Let callbacks, the monitor and signal handlers run briefly; another thread leads the callbacks' executor."""
     step_aside()
     if not run_monitor_inline():
         _call_monitor()
@@ -424,7 +426,7 @@ What an asynchronous operation returns.
         return 0
 
     cdef int tidy(self) except -1:
-        """Drop what a settled work does not need. After an error it may still run: then the buffers stay."""
+        """Drop what a settled work does not need, but keep the input of one that has failed and may still run."""
         self.handle = None
         self.awaits = None
         if self.launch is None or load(&self.phase) == COMPLETED:
@@ -466,10 +468,10 @@ What an asynchronous operation returns.
     cdef int release_early(self, CUstream stream) except -1:
         """Release the arrays before the end, if that is safe now that a stream waits for the operation.
 
-        It is safe if they are reused in stream order on this stream: the operation waited for what was on the stream,
-        and memory freed there is reused by what is enqueued later. The monitor's reference to the work is given up
-        too, so that an output that the user drops later is freed at once. If the user drops the work before it ends,
-        `__del__` gives the monitor its reference back.
+        It is safe if the arrays are reused in stream order on this stream, which the operation has waited for: what
+        is enqueued there later, and may reuse freed memory, runs behind the operation. The monitor's reference to the
+        work is given up too, so that an output that the user drops later is freed at once. If the user drops the work
+        before it ends, `__del__` gives the monitor its reference back.
         """
         cdef LaunchGroup launch
         if (
@@ -486,7 +488,7 @@ What an asynchronous operation returns.
             if self.launch is not launch:  # it was settled meanwhile
                 launch.forget(self)
         callbacks.monitor_proxy.forget_unlaunched(self)
-        if not self.over:  # else the monitor has just dropped its reference
+        if not self.over:  # else the monitor itself has just dropped its reference
             self.dropped_by_monitor = True
             Py_DECREF(self)
         held, self.held = self.held, None
@@ -501,7 +503,7 @@ What an asynchronous operation returns.
             if not self.has_listeners:
                 kept = [self.output, self.maker]
                 self.output = self.maker = None
-                if is_quiet():  # perhaps in this thread, which had a temporary reference
+                if is_quiet():  # perhaps this thread's own stretch, in which it dropped a temporary reference
                     user_executor.submit(kept.clear)
 
     cdef bint can_be_dropped_quietly(self) noexcept:
@@ -519,7 +521,7 @@ What an asynchronous operation returns.
         )
 
     cdef int become_captured(self, CUstream stream) except -1:
-        """Note that it is part of a CUDA graph, captured from a stream; the graph's owner keeps the arrays."""
+        """Note that the operation was captured from a stream into a CUDA graph; the graph's owner keeps the arrays."""
         self.stream = stream
         self.callbacks = self.held = self.output = None
         self.entry.launched = now()
@@ -607,11 +609,11 @@ What an asynchronous operation returns.
         return self.is_settled()
 
     cdef bint is_doubted(self) noexcept:
-        """Return whether its end is not to be believed now; checked after the device's query."""
+        """Return whether an end would be no proof of success now; checked after the device's query."""
         return self.handle is not None and is_doubted(self.handle)
 
     cdef bint _is_fenced(self) noexcept:
-        """Return whether its communicator ends, so that it fails unless it is settled."""
+        """Return whether its communicator is about to be aborted, so that the work fails unless it is settled."""
         cdef Handle handle = self.handle
         return handle is not None and (handle.fenced or handle.trust == FENCED)
 
@@ -634,7 +636,7 @@ What an asynchronous operation returns.
             seen = load(&self.phase)
             if seen == LAUNCHED and event_help != NULL and not helped:
                 helped = True
-                with nogil:  # the host engine: the waiting thread runs the work itself until it is interrupted
+                with nogil:  # host engine: this thread runs the operation itself, for `_HELP_SLICE` at most
                     mode = relax()
                     event_help(self.done, min(_HELP_SLICE, deadline - now()))
                     restore(mode)
@@ -652,15 +654,15 @@ What an asynchronous operation returns.
                 if self._query():
                     break
             slice = _SHORT_SLICE if run_monitor_inline() else _SLICE
-            if seen == LAUNCHED and event_await != NULL and not notified:  # the host engine wakes this thread only
+            if seen == LAUNCHED and event_await != NULL and not notified:  # the host engine wakes this thread
                 add(&self.engine_waiters, 1)
                 with nogil:
                     mode = relax()
-                    # If another thread fails the work, it does not wake this one.
+                    # A short sleep, since a thread that fails the work does not wake this one.
                     notified = event_await(self.done, min(slice, _ENGINE_SLICE, deadline - now())) != CUDA_ERROR_NOT_READY
                     restore(mode)
                 add(&self.engine_waiters, -1)
-                if not notified:  # from now on the monitor may have to complete it
+                if not notified:  # until this thread sleeps again the monitor may have to complete the work
                     wake_monitor()
             else:
                 add(&self.sleepers, 1)
@@ -698,11 +700,12 @@ What an asynchronous operation returns.
         try:
             ended = self._wait_for(COMPLETED, deadline_after(seconds))
         finally:
-            self.waiter = 0  # it may read by a stream from here on
-        if not ended and self._is_fenced():  # the readers to tell may be noted already, without this waiting thread
+            self.waiter = 0  # from here on this thread may read by a stream
+        # A fence: the readers in which the error is raised may have been noted while this thread was still a waiter.
+        if not ended and self._is_fenced():
             ended = self._wait_for(COMPLETED, deadline_after(_END_TIMEOUT))
         if not ended:
-            state, awaited = self.state, self.awaits  # now: showing a key may settle the work, which changes both
+            state, awaited = self.state, self.awaits  # now: showing a key may settle the work and change both
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
             error = NcclTimeout(self.with_name(f"is {state} after {seconds:.3g} s{missing}"))
             add_sentence(error, where_called(self.entry))
@@ -767,7 +770,8 @@ What an asynchronous operation returns.
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
             self._note_reader(this_thread())
-            if self.error is not None or self._is_fenced():  # the readers to tell may have been noted before
+            # A fence: the readers in which the error is raised may have been noted without this thread.
+            if self.error is not None or self._is_fenced():
                 self._wait_until_ended(None)
                 if self.error is not None:
                     raise self.failure().with_traceback(None)
@@ -806,7 +810,7 @@ What an asynchronous operation returns.
             if result == CUDA_SUCCESS:
                 result = driver.cuStreamWaitEvent(stream, event, CU_EVENT_WAIT_DEFAULT)
         leave_device(saved)
-        give_event(self.device, False, event)  # recording it again does not affect the graph
+        give_event(self.device, False, event)  # its next recording does not affect the graph
         return check_driver(result, b"cuStreamWaitEvent")
 
     @property
@@ -856,7 +860,7 @@ What an asynchronous operation returns.
         made.set_running_or_notify_cancel()
 
         def copy(Work work):
-            error = work.failure(False)  # the future gives the error to the program
+            error = work.failure(False)  # not noted as given to this thread: the future gives it to the program
             if error is not None:
                 made.set_exception(error)
             else:

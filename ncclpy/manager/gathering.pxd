@@ -12,8 +12,8 @@ cdef class Key:
     cdef bint plain
     cdef bint is_lookup  # a look-up with this key is in progress, and no dict holds the key yet
     cdef list keys_to_compare  # keys that the look-up met and only a user's ``__eq__`` can compare; usually None
-    cdef list unequal_keys  # keys that it was compared with and does not equal, or None
-    cdef Key equal_key  # the key that it was compared with and equals, or None
+    cdef list unequal_keys  # keys that were found to differ from this key, or None
+    cdef Key equal_key  # the key that was found to equal this key, or None
 
     cdef int compare(self) except -1
     cdef int end_lookup(self) except -1
@@ -30,7 +30,7 @@ cdef class Participant:
     cdef size_t count  # of the collective, as NCCL counts
     cdef int device
     cdef int global_rank
-    cdef int root  # the root's rank that it names, -1 for none
+    cdef int root  # the rank that this participant names as the root's, -1 for none
     cdef bint is_root
     # The participant's arguments that concern the whole collective.
     cdef int num_local
@@ -53,7 +53,7 @@ cdef class Gathering(Awaited):
     cdef bint warned
     cdef list participants
     cdef list failed_participants  # participants with failed works, for `let_go` to release; or None
-    cdef bint listed  # whether it is in its Manager's dict: one that is complete at once need not be
+    cdef bint listed  # whether it is in its Manager's dict; a gathering that is complete at once never is
     cdef object error
     cdef double since
     cdef double timeout  # seconds; the shortest timeout of a participant
@@ -70,7 +70,7 @@ cdef class Gathering(Awaited):
     cdef int settle_memory(self) except -1
     cdef int _compare_memory(self, Operation* o) except -1
     cdef str _operation_name(self, size_t place)
-    # Fail every participant; `let_go` must follow where users' code may run, and releases what they have brought.
+    # Fail every participant. `let_go` must follow, where users' code may run: it releases the participants' buffers.
     cdef int end(self, object error) except -1
     cdef int let_go(self) except -1
     # A text with the key before it.
@@ -101,11 +101,13 @@ cdef class DeviceSet(CommunicatorSet):
     cdef object end_error  # the error by which another process has ended the communicators, or None
     cdef set informed  # the threads in which the failure of the communicators was raised
     cdef bint end_begun  # whether the end of the communicators, or a close, has begun
-    # The thread that aborts the communicators once all processes have been told, or that only tells these; or None.
+    # The thread that tells the other processes of the end and then aborts the communicators, or that only tells the
+    # other processes; or None.
     cdef readonly object end_thread
     cdef object __weakref__
 
-    # Prepare the rendezvous in the store, if there is one, that precedes the making of the communicators.
+    # If there is a store and there are other processes, prepare the rendezvous that precedes the making of the
+    # communicators.
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
     # Add to an error what the ranks do, if they have a store.
     cdef int inquire(self, object error) except -1

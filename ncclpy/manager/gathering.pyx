@@ -51,11 +51,11 @@ cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
 cdef class Key:
     """The key of a collective, for dicts that are used under a lock: methods of users' classes run outside all locks.
 
-    The value is hashed once, outside all locks. Values of plain types are compared under the lock. Otherwise the key
-    of a look-up notes the keys that it would have to be compared with (`keys_to_compare`), and takes them to be
-    different. If nothing was found and there are such keys, `compare` compares outside the lock, and the look-up is
-    repeated until it finds the key or has no keys to compare. So two threads that use equal keys at the same time find
-    the same gathering.
+    The value is hashed once, outside all locks. Values of plain types are compared under the lock. Other values are
+    compared in two steps. First the key of a look-up collects in `keys_to_compare` the keys that it meets, and counts
+    them as different. If the look-up found nothing and there are such keys, `compare` compares them outside the lock,
+    and the look-up is repeated, until it finds the key or has no keys to compare. So two threads that use equal keys at
+    the same time find the same gathering.
     """
 
     def __hash__(self):
@@ -124,7 +124,7 @@ cdef class Participant:
     """What one device brings to a collective."""
 
     cdef int bring(self, const Operation* operation, const View* view) except -1:
-        """Take over its checked buffers."""
+        """Take over the buffers and the parameters of a checked operation."""
         fill_fingerprint(&self.call, operation, view)
         self.call.root = -1  # the root's rank may not be known yet
         self.send, self.recv = operation.send, operation.recv
@@ -229,7 +229,7 @@ cdef class Gathering(Awaited):
         return f"the participants do not agree on the {what}: {before}, device {participant.device} brings {second}"
 
     cdef int join(self, Participant participant) except -1:
-        """Count a participant in, even one that does not agree: the error is raised once all have arrived."""
+        """Count a participant in, even one that does not agree: all participants fail once all have arrived."""
         if not self.participants:
             self.call, self.count = participant.call, participant.count
         self.participants.append(participant)
@@ -287,7 +287,8 @@ cdef class Gathering(Awaited):
         """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
         cdef Participant participant
         cdef Operation o
-        cdef uint64_t number = ~digest_begun(self.num_global)  # inverted: unlike a group's, it covers `check_layout`
+        # Inverted, to differ from the digest of a group of such operations, which does not stand for `check_layout` too.
+        cdef uint64_t number = ~digest_begun(self.num_global)
         if self.error is not None:
             return 0
         memset(&o, 0, sizeof(o))
@@ -484,7 +485,7 @@ cdef class DeviceSet(CommunicatorSet):
                 peer_status.leave()
 
     def status(self, int rank):
-        """Return what a local rank does, with JSON's types; a rank in a gathering is in that collective."""
+        """Return what a local rank does, with JSON's types; its current operation may be one that is being gathered."""
         cdef Gathering gathering
         cdef Participant one
         status = self.oplogs[rank].status()
@@ -517,7 +518,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Ask what the ranks do, then end the communicators: an abort here ends the other ranks' operations too.
 
-        If the operation is done before they answer, its deadline has passed but nothing fails.
+        If an overdue operation is done before the ranks have answered, nothing fails.
         """
         self.note_failure(error)
         self.inquire(error)
@@ -527,7 +528,7 @@ cdef class DeviceSet(CommunicatorSet):
         self._fence_and_note(readers)
         self.failures.append(error)
         self.owner.set_lost(self)
-        if self.self_aborting:  # before its works fail: close(), which waits for these, joins the thread started here
+        if self.self_aborting:  # before the works fail: close() waits for them, then joins the thread started here
             # Not the error's text: it may name a key, which only its readers may show.
             kind = type(error).__name__
             self._end(list(self.comms), f"its operation failed with {kind}", error, readers)
@@ -547,10 +548,10 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
     cdef int _fence_and_note(self, set readers) except -1:
-        """Fence the communicators, then note the readers to tell: threads that leave a wait later find the fence.
+        """Fence the communicators, then note the threads that read by a stream, to raise the error in them.
 
-        So do threads that begin to read by a stream later. There is no fence if other processes have ranks and no
-        store can tell them of the end; an abort warns of these ranks.
+        A thread that leaves a wait, or begins to read by a stream, after its state was noted finds the fence. There is
+        no fence if other processes have ranks and no store can tell them of the end; an abort warns of these ranks.
         """
         if self.self_aborting or len(self.devices) == self.nranks:
             self.fence()
@@ -580,7 +581,7 @@ cdef class DeviceSet(CommunicatorSet):
             CommunicatorSet.abort(self, error)
 
     def ask_after_stop(self):
-        """Find out whether the communicators were ended while this process was stopped; if not, believe ends again."""
+        """Find out whether the communicators were ended while this process was stopped; if not, call `believe`."""
         cdef int seen = load(&stops)
         peer_status = self.peer_status
         if peer_status is None or self.state != MADE:
@@ -605,9 +606,9 @@ cdef class DeviceSet(CommunicatorSet):
     def _end(self, comms, text, error, readers):
         """Abort communicators in a thread of its own, once all processes have been told that they end.
 
-        Before that, the error is raised in the threads that read by a stream. Only the first end does this, and none
-        after a close: a second end, of another launch or another process, would find `peer_status` taken, and abort
-        before the other processes have been told. Return whether this is the first end.
+        Before that, the error is raised in the threads that read by a stream. Return whether this is the first end.
+        Any other end does nothing, nor does one after a close: it would find `peer_status` taken, and abort before the
+        other processes have been told. It may be the end of another launch, or by another process.
         """
         if self.end_begun:
             return False
@@ -635,7 +636,7 @@ cdef class DeviceSet(CommunicatorSet):
     def _leave(self, failure=None):
         """Have a thread tell the other processes that these ranks have left; return the thread, or None.
 
-        `failure` is the error by which the communicators could not be made, if so: then no process has them.
+        `failure` is the error by which the communicators could not be made, so that no process has them; else None.
         """
         message = ()
         if failure is not None:
@@ -654,7 +655,7 @@ cdef class DeviceSet(CommunicatorSet):
     def abort(self, error):
         """Abort as every `CommunicatorSet`, but tell the other processes before anything is aborted.
 
-        If there are other processes, `end_thread` does the aborts, and this returns an empty list.
+        If the other processes have met in a store, `end_thread` makes the aborts, and the returned list is empty.
         """
         readers = set()
         self._fence_and_note(readers)
@@ -677,7 +678,7 @@ cdef class DeviceSet(CommunicatorSet):
             leaving.join(_LEAVE_TIMEOUT)
 
     cdef list ready(self, list comms, list streams):
-        """Take the communicators over and launch the gatherings that waited; return those, to be released."""
+        """Take the communicators over and launch the gatherings that waited; return these, for `let_go`."""
         CommunicatorSet.ready(self, comms, streams)
         self.making = False
         if self.self_aborting:
@@ -688,10 +689,10 @@ cdef class DeviceSet(CommunicatorSet):
         return waiting
 
     cdef int fail(self, object error) except -1:
-        """Fail what waits for communicators that cannot be made; outside the Manager's lock."""
+        """Fail the gatherings that wait for communicators which cannot be made; outside the Manager's lock."""
         cdef Gathering gathering
         self.state = GONE
-        if self.making:  # the other processes may be inside NCCL, waiting for these ranks
+        if self.making:  # the other processes may wait inside NCCL for the ranks of this process
             self.making = False
             self.end_thread = self._leave(error)
         waiting, self.waiting = self.waiting, []
@@ -830,7 +831,7 @@ cdef int _describe(Operation* o, Gathering gathering, Participant participant, C
 
 
 cdef int _add(Launch launch, Communicator comm, const Operation* operation, Work work) except -1:
-    """Add an operation to a launch; one that an older NCCL lacks as the operations that replace it."""
+    """Add an operation to a launch; if the loaded NCCL lacks it, the operations that replace it."""
     cdef Lowered lowered
     cdef size_t i
     if not lacks(operation.kind):

@@ -108,7 +108,7 @@ Gather the participants of collectives by key, and launch each collective when a
     cdef bint closed
     cdef double sweep_at  # when the monitor next checks the gatherings
     cdef object abort_thread
-    cdef list lost  # sets of communicators shared with other processes, which ended before the Manager
+    cdef list lost  # sets of communicators, shared with other processes, that have ended before the Manager
     cdef int aborting  # threads inside abort()
     cdef object gatherer
     cdef str site  # the source line that made it
@@ -264,8 +264,8 @@ Gather the participants of collectives by key, and launch each collective when a
     cdef tuple _take_in(self, Participant one, Key key):
         """Count a participant in; with the lock held.
 
-        Return three values: its gathering, None if the key has yet to be compared with others or the Manager has
-        ended; the earlier signal of the key, or None; the communicators as `_start` returns them, or None.
+        Return three values: the participant's gathering, or None if the key must be compared with others first or the
+        Manager has ended; the earlier signal of the key, or None; the communicators as `_start` returns them, or None.
         """
         cdef Gathering gathering
         cdef Key signal = None
@@ -315,8 +315,8 @@ Gather the participants of collectives by key, and launch each collective when a
     cdef DeviceSet _start(self, Gathering gathering):
         """Give a complete gathering to its communicators, or fail it.
 
-        Return the communicators if they are MADE, so that the caller launches the collective, or if the caller has to
-        make them without the lock; None if there is nothing to do.
+        Return the communicators if the caller has more to do: launch the collective if they are MADE, else make them,
+        without the lock. Return None if there is nothing to do.
         """
         cdef DeviceSet comm_set, making = None
         cdef Participant one
@@ -423,7 +423,7 @@ Gather the participants of collectives by key, and launch each collective when a
                 del self.comm_sets[comm_set.key]
 
     cdef int _note_failures(self, list errors) except -1:
-        """Note errors of works, with the lock held: for close(), or else for the end of the program."""
+        """Note errors of works: close() raises them, or else the end of the program reports them. Needs the lock."""
         if self.reason is not None:  # after abort() the program wants no results
             return 0
         self.failures = [each for each in self.failures if undelivered(each) is not None] + [errors]
@@ -464,7 +464,8 @@ Gather the participants of collectives by key, and launch each collective when a
                     if comm_set is not None and comm_set.state == MADE:
                         lent, comm_set = comm_set.launch(gathering, True), None
                     break
-                known = not lookup_key.keys_to_compare and lookup_key in self.signalled  # the look-up may add keys
+                # This look-up may add to `keys_to_compare`, so the list is read again below.
+                known = not lookup_key.keys_to_compare and lookup_key in self.signalled
                 if known or not lookup_key.keys_to_compare:
                     if not known:
                         self.signalled[lookup_key] = lookup_key
@@ -523,7 +524,7 @@ Gather the participants of collectives by key, and launch each collective when a
                 del self.gatherings[gathering.key]
             if shortest != FOREVER:
                 self._sweep_later(shortest)
-        # No other thread finds these any more.
+        # No other thread finds `unmade` and `late` any more, so the lock is not needed.
         for comm_set, first in unmade:
             failure = NcclTimeout(first.say(
                 f"the communicators of devices {list(comm_set.devices)} were not made within {first.timeout:g} s; where "
@@ -554,7 +555,7 @@ Gather the participants of collectives by key, and launch each collective when a
 
     def _pending(self):
         cdef Gathering gathering
-        # Without the lock: neither a dump nor a key's __repr__ may block, or block other threads.
+        # The lock is not taken: a dump must not wait for it, and a key's __repr__ must not run under it.
         return [gathering.as_dict() for gathering in list(self.gatherings.values())]
 
     def stats(self):
@@ -732,7 +733,8 @@ Gather the participants of collectives by key, and launch each collective when a
         self.pool.close()
 
     def __del__(self):
-        # Without a warning: open communicators give their own. Participants in gatherings would wait without end.
+        # No warning is given, since open communicators give their own. The gatherings are failed: their participants
+        # would wait without end.
         cdef Gathering gathering
         if self.gatherer is None or self.closed or _is_finalizing():
             return

@@ -459,7 +459,7 @@ cdef class Participants:
 cdef Participant _new_participant(
     array, str argument, device, num_local, num_global, communicator_key, global_rank, timeout
 ):
-    """Return a participant without its buffers; `array` is on its device."""
+    """Return a participant without its buffers; its device is that of `array` unless `device` is given."""
     cdef Participant one = Participant.__new__(Participant)
     one.device = _device(device, array, argument)
     one.num_global = _nranks(num_local, num_global)

@@ -76,7 +76,8 @@ def meet(
     ValueError
         If another live process has added one of these ranks, or a rank with another number of ranks.
     NcclRemoteError
-        On the other processes in that case, unless all ranks have met already; on all processes, if one has ended.
+        On the other processes, if this one raises that ValueError before all ranks have met; on all processes, if one
+        of them has ended.
     StoreError
         If the store is lost.
     """
@@ -109,7 +110,8 @@ def meet(
 def _conflict(part: Store, name: str, own: Mapping[int, int], nranks: int) -> str | None:
     """Record the ranks of this process; return how they contradict recorded ranks, or None.
 
-    Ranks of ended processes of this machine do not count. The Managers of one process are not distinguished.
+    A rank that was recorded by a process of this machine which has ended is replaced. The Managers of one process are
+    not distinguished.
     """
     own_process = process() | {"host": platform.node()}
     for key, rank in [(_FIRST_KEY, next(iter(own))), *((RankRendezvous.joined_key(rank), rank) for rank in own)]:
@@ -140,7 +142,7 @@ def _conflict(part: Store, name: str, own: Mapping[int, int], nranks: int) -> st
 
 
 def _read(packed: bytes | None) -> tuple[int, int, dict[str, Any]] | None:
-    """Return what `_conflict` has recorded; None if there is nothing, or another version has written it."""
+    """Return what `_conflict` has recorded; None if nothing was, or if another version of ncclpy has recorded it."""
     with contextlib.suppress(ValueError, TypeError):
         size, rank, of = json.loads(packed or b"null")
         if isinstance(of, dict):

@@ -766,7 +766,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return 0
 
     cdef int believe(self, int seen) except -1:
-        """Report ends as success until the process is stopped again: no end was announced as of `seen` stops."""
+        """Report ends as success until the process is stopped again: after `seen` stops no rank had ended the set."""
         cdef Communicator comm
         for comm in self.comms:
             believe(comm, seen)

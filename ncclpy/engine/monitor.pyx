@@ -58,7 +58,7 @@ cdef struct StreamWorks:
     double soonest  # no later than the first deadline among them
     void* reported  # the host engine calls `_wake` at the end of this work; NULL for none
 
-ctypedef unordered_map[uintptr_t, StreamWorks] Rows
+ctypedef unordered_map[uintptr_t, StreamWorks] StreamMap
 
 
 cdef bint is_urgent(const Watched* one) noexcept nogil:
@@ -69,32 +69,32 @@ cdef bint is_urgent(const Watched* one) noexcept nogil:
     )
 
 
-cdef bint is_any_awaited(Rows* rows) noexcept nogil:
+cdef bint is_any_awaited(StreamMap* streams) noexcept nogil:
     """Return whether a thread or a callback waits for a work in flight."""
-    cdef Rows.iterator it = rows.begin()
-    while it != rows.end():
-        if _is_row_awaited(&dereference(it).second, _MAX_CHECKED):
+    cdef StreamMap.iterator it = streams.begin()
+    while it != streams.end():
+        if _is_stream_awaited(&dereference(it).second, _MAX_CHECKED):
             return True
         preincrement(it)
     return False
 
 
-cdef bint _is_row_awaited(StreamWorks* row, size_t most) noexcept nogil:
+cdef bint _is_stream_awaited(StreamWorks* stream, size_t most) noexcept nogil:
     """Return whether a thread or a callback waits for the last work of a stream, or for one of `most` at its front."""
     cdef size_t i
-    for i in range(min(most, row.works.size())):
-        if is_urgent(&row.works[i]):
+    for i in range(min(most, stream.works.size())):
+        if is_urgent(&stream.works[i]):
             return True
-    return is_urgent(&row.works.back())
+    return is_urgent(&stream.works.back())
 
 
-cdef bint _is_deferred(StreamWorks* row, double moment) noexcept nogil:
+cdef bint _is_deferred(StreamWorks* stream, double moment) noexcept nogil:
     """Return whether to query a stream of the host engine later.
 
-    A query makes the engine start a thread for the stream, although a caller that waits could run the work itself.
+    A query makes the engine run the stream in a worker thread, although a waiting caller could run the work itself.
     """
     return (
-        moment - (<Work>row.works.front().work).entry.launched < _COLLECT_TIME and not _is_row_awaited(row, 1)
+        moment - (<Work>stream.works.front().work).entry.launched < _COLLECT_TIME and not _is_stream_awaited(stream, 1)
     )
 
 
@@ -102,7 +102,7 @@ cdef void _wake(void* nothing) noexcept nogil:
     wake_monitor()
 
 
-cdef double request_wakeup(Rows* rows, double moment) noexcept nogil:
+cdef double request_wakeup(StreamMap* streams, double moment) noexcept nogil:
     """Have the host engine wake the monitor at the end of works, since polling uses the cores that run the operations.
 
     On each stream the engine wakes the monitor at the end of the first work that `is_urgent`, else of the last work:
@@ -111,57 +111,58 @@ cdef double request_wakeup(Rows* rows, double moment) noexcept nogil:
 
     Return the moment by which the monitor must check again.
     """
-    cdef Rows.iterator it = rows.begin()
-    cdef StreamWorks* row
+    cdef StreamMap.iterator it = streams.begin()
+    cdef StreamWorks* stream
     cdef Watched* one
     cdef CUresult result
     cdef double soonest = FOREVER
-    while it != rows.end():
-        row = &dereference(it).second
-        one = _work_to_report(row)
-        if _is_deferred(row, moment):
-            soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _COLLECT_TIME)
-        elif one != NULL and row.reported != <void*>one.work:
+    while it != streams.end():
+        stream = &dereference(it).second
+        one = _work_to_report(stream)
+        if _is_deferred(stream, moment):
+            soonest = min(soonest, (<Work>stream.works.front().work).entry.launched + _COLLECT_TIME)
+        elif one != NULL and stream.reported != <void*>one.work:
             result = event_tell(one.event, _wake, NULL)
-            if result == CUDA_SUCCESS and driver.cuEventQuery(row.works.front().event) != CUDA_ERROR_NOT_READY:
+            if result == CUDA_SUCCESS and driver.cuEventQuery(stream.works.front().event) != CUDA_ERROR_NOT_READY:
                 return moment
             if result == CUDA_ERROR_NOT_READY:
-                row.reported = <void*>one.work
+                stream.reported = <void*>one.work
             else:  # no memory, for example, or several streams with one handle
                 soonest = min(soonest, moment + _COLLECT_TIME)
         preincrement(it)
     return soonest
 
 
-cdef Watched* _work_to_report(StreamWorks* row) noexcept nogil:
+cdef Watched* _work_to_report(StreamWorks* stream) noexcept nogil:
     """Return the first work that `is_urgent` and has no thread asleep in the engine; else the last work.
 
-    Return NULL for the last work if the engine reports a work already, or a thread sleeps there until the last one.
+    Instead of the last work return NULL if the engine reports a work already, or if a thread sleeps in the engine until
+    the last work has ended.
     """
     cdef size_t i
-    for i in range(min(_MAX_CHECKED, row.works.size())):
-        if is_urgent(&row.works[i]) and not load(&(<Work>row.works[i].work).engine_waiters):
-            return &row.works[i]
-    if row.reported != NULL or load(&(<Work>row.works.back().work).engine_waiters):
+    for i in range(min(_MAX_CHECKED, stream.works.size())):
+        if is_urgent(&stream.works[i]) and not load(&(<Work>stream.works[i].work).engine_waiters):
+            return &stream.works[i]
+    if stream.reported != NULL or load(&(<Work>stream.works.back().work).engine_waiters):
         return NULL
-    return &row.works.back()
+    return &stream.works.back()
 
 
 cdef bint has_callbacks(const Watched* one) noexcept nogil:
     return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # compared only: needs no GIL
 
 
-cdef size_t ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
+cdef size_t ended_of(StreamWorks* stream, CUresult* result) noexcept nogil:
     """Return how many works at the front of a stream are known to have ended, with the result of the first.
 
     Works of one stream end in order, so a binary search needs few queries: each delays a thread that launches.
     """
-    cdef Watched* first = &row.works.front()
-    cdef size_t ended = 0, runs = row.works.size(), middle
+    cdef Watched* first = &stream.works.front()
+    cdef size_t ended = 0, runs = stream.works.size(), middle
     result[0] = CUDA_SUCCESS
     if load(&(<Work>first.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
         return 1
-    if event_help != NULL and _is_deferred(row, now()):
+    if event_help != NULL and _is_deferred(stream, now()):
         return 0
     result[0] = driver.cuEventQuery(first.event)
     if result[0] == CUDA_ERROR_NOT_READY:
@@ -170,7 +171,7 @@ cdef size_t ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
         return 1
     middle = runs - 1
     while runs - ended > 1:
-        if driver.cuEventQuery(row.works[middle].event) == CUDA_SUCCESS:
+        if driver.cuEventQuery(stream.works[middle].event) == CUDA_SUCCESS:
             ended = middle
         else:
             runs = middle
@@ -213,7 +214,7 @@ cdef struct Inbox:
 
 # What is watched. Only the monitor's thread uses it; after its end, threads that do its work use it with the GIL.
 cdef struct Watching:
-    Rows streams
+    StreamMap streams
     vector[Watched] ended  # not completed yet, which needs the GIL
     double ended_at  # when the first of them was found, 0 if not noted
     int seen_wakeups  # `wakeups` when the inbox was last emptied
@@ -463,7 +464,7 @@ cdef void _watch(double next_round) noexcept nogil:
         elif not is_any_awaited(&_watching.streams):
             idle_wait(rest)
         elif waited < 1:
-            # Not on `wakeups`: then wake_monitor() needs no system call.
+            # A word other than `wakeups`, so that wake_monitor() needs no system call.
             sleep_on(&_watching.sleep_word, 0, 20e-6 if waited < 0.1 else 50e-6)
         else:
             wait_for_wakeup(seen, 500e-6)
@@ -488,7 +489,7 @@ cdef void _empty_inbox() noexcept nogil:
     """Move the works that lanes have handed over to their streams; works that failed to launch to `ended`."""
     cdef size_t i
     cdef Watched one
-    cdef StreamWorks* row
+    cdef StreamWorks* stream
     cdef bint with_callbacks = False
     cdef double moment = now()
     if not _watching.has_context and _shared.context != NULL and driver.cuCtxSetCurrent != NULL:
@@ -500,12 +501,12 @@ cdef void _empty_inbox() noexcept nogil:
         if one.result != ncclSuccess or one.driver != CUDA_SUCCESS:
             _watching.ended.push_back(one)
             continue
-        row = &_watching.streams[<uintptr_t>one.stream]
-        if row.works.empty():
-            row.soonest, row.reported = one.limit, NULL
-        elif one.limit < row.soonest:
-            row.soonest = one.limit
-        row.works.push_back(one)
+        stream = &_watching.streams[<uintptr_t>one.stream]
+        if stream.works.empty():
+            stream.soonest, stream.reported = one.limit, NULL
+        elif one.limit < stream.soonest:
+            stream.soonest = one.limit
+        stream.works.push_back(one)
         with_callbacks |= has_callbacks(&one)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
@@ -515,26 +516,26 @@ cdef void _empty_inbox() noexcept nogil:
 
 cdef void _query_streams() noexcept nogil:
     """Move works that have ended from the fronts of the streams to `ended`."""
-    cdef Rows.iterator it = _watching.streams.begin()
-    cdef StreamWorks* row
+    cdef StreamMap.iterator it = _watching.streams.begin()
+    cdef StreamWorks* stream
     cdef Watched one
     cdef CUresult result
     cdef size_t n
     while it != _watching.streams.end():
-        row = &dereference(it).second
-        while not row.works.empty():
-            n = ended_of(row, &result)
+        stream = &dereference(it).second
+        while not stream.works.empty():
+            n = ended_of(stream, &result)
             if n == 0:
                 break
             while n:
-                one = row.works.front()
+                one = stream.works.front()
                 one.driver, one.seen = result, now()
                 _watching.ended.push_back(one)
-                row.works.pop_front()
-                if row.reported == <void*>one.work:
-                    row.reported = NULL
+                stream.works.pop_front()
+                if stream.reported == <void*>one.work:
+                    stream.reported = NULL
                 n -= 1
-        if row.works.empty():
+        if stream.works.empty():
             it = _watching.streams.erase(it)
         else:
             preincrement(it)
@@ -635,23 +636,23 @@ cdef class _Release:
 
 cdef int _check_works() except -1:
     """Check communicators for errors, and works for deadlines that have passed."""
-    cdef StreamWorks* row
+    cdef StreamWorks* stream
     cdef size_t i
     cdef Work work
     cdef double moment = now()
     fronts, overdue = [], []
-    cdef Rows.iterator it = _watching.streams.begin()
+    cdef StreamMap.iterator it = _watching.streams.begin()
     while it != _watching.streams.end():
-        row = &dereference(it).second
-        fronts.append(<Work>row.works.front().work)
-        _start_deadline(row, moment)
-        if row.soonest <= moment:
-            row.soonest = FOREVER
-            for i in range(row.works.size()):
-                if row.works[i].limit <= moment:
-                    overdue.append(<Work>row.works[i].work)
-                elif row.works[i].limit < row.soonest:
-                    row.soonest = row.works[i].limit
+        stream = &dereference(it).second
+        fronts.append(<Work>stream.works.front().work)
+        _start_deadline(stream, moment)
+        if stream.soonest <= moment:
+            stream.soonest = FOREVER
+            for i in range(stream.works.size()):
+                if stream.works[i].limit <= moment:
+                    overdue.append(<Work>stream.works[i].work)
+                elif stream.works[i].limit < stream.soonest:
+                    stream.soonest = stream.works[i].limit
         preincrement(it)
     for work in fronts:
         _check_health(work)
@@ -660,9 +661,9 @@ cdef int _check_works() except -1:
     return 0
 
 
-cdef int _start_deadline(StreamWorks* row, double moment) except -1:
+cdef int _start_deadline(StreamWorks* stream, double moment) except -1:
     """Start the deadline of a stream's first work, once the device can begin the work: its input is there."""
-    cdef Watched* first = &row.works.front()
+    cdef Watched* first = &stream.works.front()
     cdef Work work = <Work>first.work
     cdef CUevent event = work.ready if work.began == NULL else work.began
     cdef bint behind
@@ -674,7 +675,7 @@ cdef int _start_deadline(StreamWorks* row, double moment) except -1:
         return 0
     first.limit = work.limit = moment + work.relative_limit
     work.relative_limit = 0
-    row.soonest = min(row.soonest, first.limit)
+    stream.soonest = min(stream.soonest, first.limit)
     return 0
 
 
@@ -685,7 +686,7 @@ cdef bint _is_passed(CUevent event) noexcept:
     device have ended, and an operation may end only by an abort, which needs the GIL.
     """
     cdef CUresult result
-    if _agenda.has_ended:  # then several threads may do the monitor's work, and only the GIL guards `_watching`
+    if _agenda.has_ended:  # any thread may be here then, and nothing else guards what is watched
         return driver.cuEventQuery(event) != CUDA_ERROR_NOT_READY
     with nogil:
         result = driver.cuEventQuery(event)

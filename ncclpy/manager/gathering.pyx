@@ -54,8 +54,8 @@ cdef class Key:
     The value is hashed once, outside all locks. Values of plain types are compared under the lock. Other values are
     compared in two steps. First the key of a look-up collects in `keys_to_compare` the keys that it meets, and counts
     them as different. If the look-up found nothing and there are such keys, `compare` compares them outside the lock,
-    and the look-up is repeated, until it finds the key or has no keys to compare. So two threads that use equal keys at
-    the same time find the same gathering.
+    and the look-up is repeated, until it finds the key or has no keys to compare. So two threads that use equal keys
+    at the same time find the same gathering.
     """
 
     def __hash__(self):
@@ -287,7 +287,7 @@ cdef class Gathering(Awaited):
         """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
         cdef Participant participant
         cdef Operation o
-        # Inverted, to differ from the digest of a group of such operations, which does not stand for `check_layout` too.
+        # Inverted, to differ from a group's digest: that of a gathering says that `check_layout` has passed, too.
         cdef uint64_t number = ~digest_begun(self.num_global)
         if self.error is not None:
             return 0
@@ -485,7 +485,7 @@ cdef class DeviceSet(CommunicatorSet):
                 peer_status.leave()
 
     def status(self, int rank):
-        """Return what a local rank does, with JSON's types; its current operation may be one that is being gathered."""
+        """Return what a local rank does, with JSON's types; its current operation may still be gathering."""
         cdef Gathering gathering
         cdef Participant one
         status = self.oplogs[rank].status()
@@ -606,9 +606,9 @@ cdef class DeviceSet(CommunicatorSet):
     def _end(self, comms, text, error, readers):
         """Abort communicators in a thread of its own, once all processes have been told that they end.
 
-        Before that, the error is raised in the threads that read by a stream. Return whether this is the first end.
-        Any other end does nothing, nor does one after a close: it would find `peer_status` taken, and abort before the
-        other processes have been told. It may be the end of another launch, or by another process.
+        Before that, the error is raised in the threads that read by a stream. Return whether this is the first end. A
+        later end, of another launch or by another process, does nothing, nor does any end after a close: it would find
+        `peer_status` taken, and abort before the other processes have been told.
         """
         if self.end_begun:
             return False

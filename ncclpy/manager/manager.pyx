@@ -524,7 +524,7 @@ Gather the participants of collectives by key, and launch each collective when a
                 del self.gatherings[gathering.key]
             if shortest != FOREVER:
                 self._sweep_later(shortest)
-        # No other thread finds `unmade` and `late` any more, so the lock is not needed.
+        # No other thread finds `unmade` and `late` any more, so they are failed without the lock.
         for comm_set, first in unmade:
             failure = NcclTimeout(first.say(
                 f"the communicators of devices {list(comm_set.devices)} were not made within {first.timeout:g} s; where "

@@ -136,8 +136,8 @@ cdef double request_wakeup(StreamMap* streams, double moment) noexcept nogil:
 cdef Watched* _work_to_report(StreamWorks* stream) noexcept nogil:
     """Return the first work that `is_urgent` and has no thread asleep in the engine; else the last work.
 
-    Instead of the last work return NULL if the engine reports a work already, or if a thread sleeps in the engine until
-    the last work has ended.
+    Instead of the last work return NULL if the engine reports a work already, or if a thread sleeps in the engine
+    until the last work has ended.
     """
     cdef size_t i
     for i in range(min(_MAX_CHECKED, stream.works.size())):

@@ -53,8 +53,9 @@ def _check_one_memory(parts: Sequence[TensorEntry]) -> None:
 class _Outputs:
     """Make a result's array: like the brought array, on the stream that was current when the operation was brought.
 
-    The launching thread may be another one, with another current device and stream: the framework's allocator would
-    hand out and reuse memory in the order of that stream, with which the user's stream is never synchronised.
+    The launching thread may be another one, with another current device and stream. There the framework's allocator
+    would hand out and reuse the result's memory in the order of the launching thread's stream, with which the user's
+    stream is never synchronised.
     """
 
     def __init__(self, like: Any) -> None:
@@ -219,7 +220,7 @@ class Barrier(Call):
 
 
 class AllReduceSparse(Call):
-    """Gather indices and values of all ranks; the sum is made when the result is asked for."""
+    """Gather the indices and values of all ranks; they are summed when the work's result is asked for."""
 
     def __init__(self, name: str, indices: Any, values: Any, device: int, size: int) -> None:
         self._sum, self._outputs = SparseSum(indices, values, size), _Outputs(values)

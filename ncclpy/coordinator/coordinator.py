@@ -1,4 +1,4 @@
-"""A coordinator: named operations of several ranks, which may bring them in any order; and its process sets."""
+"""`Coordinator` runs named operations that its ranks may bring in any order; `ProcessSet` is some of its ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _is_mpi_communicator: Need[[object], bool] = Need("is_mpi_communicator")
 _meet_over_mpi: Need[[Any, str, str, int | None, bool, float], Any] = Need("meet_over_mpi")
 #: Default seconds for the other ranks to arrive, and for a launched operation to end.
 _TIMEOUT = 600.0
-#: Seconds for a shutdown; and for the timeline to receive the operations that have ended.
+#: Default seconds for a shutdown; and most seconds to wait for the works' callbacks before a timeline is closed.
 _CLOSE_TIMEOUT, _TIMELINE_TIMEOUT = 60.0, 5.0
 
 
@@ -60,32 +60,32 @@ class Coordinator(Operations):
     fails on every rank with the same text, and the coordinator continues. If a rank is lost, the coordinator ends with
     an error that names the rank.
 
-    It is a context manager: the end of its block waits until all ranks have reached theirs, and an exception in the
-    block ends the coordinator on all ranks.
+    A coordinator is a context manager: the end of its block waits until all ranks have reached the ends of their
+    blocks, and an exception in the block ends the coordinator on all ranks.
 
     Parameters
     ----------
     transport : ProcessGroup, or (Store, int, int), or mpi4py.MPI.Intracomm
-        The ranks: a group; a store, this rank's number and the number of ranks; or an MPI communicator, of which all
-        ranks make the coordinator together. The coordinator makes a group, or communicators, of its own over it, so
-        its operations have no order relative to other operations of the transport.
+        The ranks: a group; a store, this rank's number and the number of ranks; or an MPI communicator. All these
+        ranks make the coordinator together. The coordinator makes its own group, or its own communicators, over the
+        transport, so its operations have no order relative to other operations of the transport.
     engine : str
-        What executes the operations. ``"nccl"`` or ``"host"`` is the loaded library, and an error if another one is
-        loaded; ``"mpi"`` is MPI's collectives, possible only over an MPI communicator. ``"auto"`` is the loaded
-        library. Over MPI, ``"auto"`` is MPI alone if ranks have to share devices. Otherwise, with NCCL loaded, it is
-        NCCL for arrays in device memory and MPI for arrays in CPU memory; with the host engine loaded, it is that
-        engine if all ranks are on one machine, and MPI if they are not.
+        What executes the operations. ``"nccl"`` and ``"host"`` name the library that must be loaded: with the other
+        one loaded they raise `NcclUnsupported`. ``"mpi"`` is MPI's collectives, possible only over an MPI
+        communicator. ``"auto"`` is the loaded library. Over MPI, ``"auto"`` is MPI alone if ranks have to share
+        devices. Otherwise, with NCCL loaded, it is NCCL for arrays in device memory and MPI for arrays in CPU memory;
+        with the host engine loaded, it is that engine if all ranks are on one machine, and MPI if they are not.
     fusion_bytes : int
         Most bytes of small arrays that are copied into one fusion buffer and launched at once; 0 for no fusion. The
         same on all ranks.
     cache : int
         The size of two caches: of the response cache, in operations (ranks send a number instead of the name of a
-        cached operation), and of each rank's own cache of all-reduces that it has brought before. If a step has more
-        names, each of them is negotiated as if it were new.
+        cached operation), and of each rank's own cache of all-reduces that it has brought before. If a training step
+        uses more names than this, each name is negotiated as if it were new.
     timeout : float, optional
-        Seconds within which all ranks have to bring an operation that one of them has brought, and again within which
-        the operation must then be done. With None there is no limit for bringing it; it must be done within the
-        group's own timeout, or ten minutes.
+        Seconds from when the first rank brings an operation until all ranks must have brought it, and then again as
+        many seconds until the operation must be done. With None there is no limit for bringing an operation; once all
+        ranks have brought it, it must be done within the group's own timeout, or ten minutes.
     stall_after : float
         Seconds after which rank 0 warns, by the logger ``ncclpy.coordinator``, of an operation that some ranks have
         not brought.
@@ -94,8 +94,9 @@ class Coordinator(Operations):
         a file for each rank. If it cannot be written the logger ``ncclpy.coordinator`` says so once, and nothing else
         changes.
     device : int, optional
-        Over a store or MPI, the ordinal of this rank's device. By default the current device; over MPI, if ranks of
-        one machine would share that, the device with this rank's number among the ranks of its machine.
+        Over a store or MPI, the ordinal of this rank's device. By default the current device. Over MPI, if ranks of
+        one machine would share it, the default is the device that has this rank's number among the ranks of its
+        machine.
     mpi_alone : bool
         Over MPI, the caller's promise that nothing else in this process calls MPI while the coordinator exists, and
         that it is the only coordinator. One thread of its own then makes all calls, so ``MPI_THREAD_SERIALIZED`` is
@@ -176,7 +177,8 @@ class Coordinator(Operations):
         else:
             store, rank, size = self._store_place
             group = self._group_over(store, rank, size, self._device)
-        connections = undo.enter_context(contextlib.ExitStack())  # closed after `_give_up` has told the others why
+        # Entered first, so closed last: the other ranks must learn the error from `_give_up`, not from a closed link.
+        connections = undo.enter_context(contextlib.ExitStack())
         undo.push(partial(_give_up, group))
         try:
             control = _session.open_control(
@@ -233,7 +235,7 @@ class Coordinator(Operations):
         return self._session
 
     def _submitter_of(self, session: Session, member: ProcessSetWorker, epoch: int | None) -> Submitter:
-        """Return the submitter of a process set; it is valid while the group has the ranks that it has now."""
+        """Return the submitter of a process set, which is outdated once the group continues with other ranks."""
         submitter = session.submitter(member)
         if self._group is not None and epoch is not None:
             submitter.follow(self._group, epoch)
@@ -269,7 +271,7 @@ class Coordinator(Operations):
         return self._current().join(timeout)
 
     def process_set(self, ranks: Iterable[int], timeout: float | None = None) -> ProcessSet | None:
-        """Make a process set of some of these ranks. Its members call this, with the same ranks.
+        """Make a process set of some of the coordinator's ranks. All its members call this, with the same ranks.
 
         Parameters
         ----------
@@ -281,7 +283,7 @@ class Coordinator(Operations):
         Returns
         -------
         ProcessSet or None
-            None on ranks that are not members, which need not call this.
+            None on a rank that is not a member; such a rank need not call this.
         """
         session, epoch = self._current(), self._epoch
         members = tuple(sorted(as_integer(rank, "ranks") for rank in ranks))
@@ -294,9 +296,9 @@ class Coordinator(Operations):
         return ProcessSet(self._current, session, self._submitter_of(session, member, epoch))
 
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write the phases of the operations that are brought from now on to a file, as the option `timeline` does.
+        """Start a file with the phases of each operation that is brought from now on, as the option `timeline` does.
 
-        Each rank that is to write a file calls this. On GPUs the phase *run* begins with the launch, unless the
+        Call this on each rank that shall write a file. On GPUs the phase *run* begins with the launch, unless the
         coordinator was made with `timeline`.
 
         Parameters
@@ -319,7 +321,7 @@ class Coordinator(Operations):
             self._session.set_timeline(self._timeline)
 
     def stop_timeline(self) -> None:
-        """End the file of the timeline, without the operations that have not ended; do nothing if there is none."""
+        """Complete the timeline's file, without the operations that have not ended; without a timeline, do nothing."""
         with self._renewal_lock:
             timeline, self._path, self._timeline = self._timeline, None, None
             self._session.set_timeline(None)
@@ -333,24 +335,25 @@ class Coordinator(Operations):
         dict
             ``operations`` by kind and their ``bytes``; ``launches``, among them ``fused_launches`` of ``fused``
             operations; ``brought``; ``pending`` (waiting for other ranks); ``frames`` of the control plane;
-            ``disagreements``, ``overdue``, ``stalls``; and the counters of the control plane.
+            ``disagreements``, ``overdue``, ``stalls``; ``cache_hits`` and ``cache_evictions`` of the response cache;
+            ``bytes_up`` and ``bytes_down``, received from children and from the parent in the control plane's tree.
         """
         return {**self._session.counters(), **self._counts.as_dict(), "pending": self._session.pending}
 
     def close(self, timeout: float | None = None, *, reason: str = "") -> None:
-        """End the coordinator on all ranks, after the operations have run that all ranks have brought.
+        """End the coordinator on all ranks, once the operations that all ranks have brought have run.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for the end; by default the coordinator's, or a minute.
+            Seconds to wait for the end; by default the coordinator's `timeout`, or a minute without one.
         reason : str
-            Why, for the other ranks.
+            The reason, which the errors on the other ranks quote.
 
         Raises
         ------
         NcclTimeout
-            If it has not ended in time.
+            If the coordinator has not ended in time.
         NcclError
             If an operation that this rank had brought did not run: the error that has ended the coordinator, such as
             `NcclRemoteError` if a rank is gone, or `NcclAborted` if other ranks had not brought the operation.
@@ -363,14 +366,14 @@ class Coordinator(Operations):
         Parameters
         ----------
         reason : object, optional
-            Why, for the other ranks.
+            The reason, which the errors on the other ranks quote.
         timeout : float, optional
-            Seconds to wait for the end; by default the coordinator's, or a minute.
+            Seconds to wait for the end; by default the coordinator's `timeout`, or a minute without one.
 
         Raises
         ------
         NcclTimeout
-            If it has not ended in time.
+            If the coordinator has not ended in time.
         """
         self._close(timeout, False, "abort() was called" if reason is None else text_of(reason))
 
@@ -408,7 +411,7 @@ class Coordinator(Operations):
         if self._is_closed:
             return ""
         limit, all_leave = self._limit, True
-        with contextlib.suppress(NcclError):  # the session has ended, which the shutdown that follows reports
+        with contextlib.suppress(NcclError):  # the session has ended: close(), which is called next, reports that
             all_leave = self._session.leave(limit)
         return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the other ranks"
 
@@ -456,7 +459,7 @@ class ProcessSet(Operations):
     current : callable
         Returns the coordinator's current session.
     session : Session
-        The coordinator's session when this was made.
+        The coordinator's session when the set was made.
     submitter : Submitter
         Brings this rank's operations to the set.
 
@@ -479,7 +482,7 @@ class ProcessSet(Operations):
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator continues with other ranks; "
                 "make a new process set"
             )
-        return self._submitter  # if the coordinator is closed, each call of the submitter raises its error
+        return self._submitter  # each call of it raises the error of a coordinator that is closed
 
     def close(self, timeout: float | None = None) -> None:
         """End the set and release its communicator; all members call this, and bring nothing to the set afterwards.
@@ -494,9 +497,10 @@ class ProcessSet(Operations):
         ValueError
             If operations that this rank has brought wait for other ranks.
         NcclTimeout
-            If not all members have called it in time; this rank has, and a second call waits again.
+            If not all members have called `close` in time. This rank's call counts nevertheless; a second call only
+            waits again.
         """
-        if self._current() is self._session:  # otherwise it has ended with the ranks of its session
+        if self._current() is self._session:  # otherwise the set has ended together with its session
             self._session.close_set(self._submitter.member, timeout)
 
     def __repr__(self) -> str:
@@ -510,11 +514,11 @@ def _timeline_at(path: str | os.PathLike[str], rank: int) -> Timeline | None:
 
 
 def _finish(timeline: Timeline | None) -> None:
-    """Close a timeline after the callbacks of the works that have ended."""
+    """Close a timeline, once it has the works that have ended: their callbacks have run."""
     if timeline is None:
         return
     drained = threading.Event()
-    aside(drained.set)  # runs after those callbacks, in the same thread
+    aside(drained.set)  # queued behind those callbacks
     drained.wait(_TIMELINE_TIMEOUT)
     timeline.close()
 

@@ -61,7 +61,10 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
 
 
 def has_ended(name: str, error: BaseException) -> NcclError:
-    """Return the error of a call of a coordinator that `error` has ended: of its class for the first one."""
+    """Return the error of a call after `error` has ended the coordinator.
+
+    It has the class of `error` as long as the program was not given `error`, and is an `NcclAborted` later.
+    """
     kind = NcclAborted if getattr(error, "_delivered", False) else same_class_as(type(error).__name__)
     made = kind(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
@@ -87,7 +90,7 @@ def stall(
     waited: float,
     near: Sequence[tuple[bytes, Sequence[int]]],
 ) -> str:
-    """Return the warning that some ranks have not brought an operation for long; it lists others with similar names.
+    """Return the warning that some ranks have not brought an operation for long, with operations of similar names.
 
     `near` has other waiting operations: their keys, and the ranks that have brought them.
     """
@@ -96,23 +99,23 @@ def stall(
         f"{what} {name}: {ranks(spans(missing))} {_has(missing)} not brought it after {seconds(waited)}; "
         f"{ranks(spans(have))} {_wait(have)}"
     )
-    others = {shown(names_of(other)): who for other, who in near}
+    others = {shown(names_of(other)): owners for other, owners in near}
     alike = difflib.get_close_matches(name, others, n=_MAX_SIMILAR, cutoff=_MIN_SIMILARITY)
     if not alike:
         return text
     beside = [(name, have), *((other, others[other]) for other in alike)]
     width = max(len(each) for each, _ in beside)
-    lines = "".join(f"\n    {each:<{width}}  brought by {ranks(spans(who))}" for each, who in beside)
+    lines = "".join(f"\n    {each:<{width}}  brought by {ranks(spans(owners))}" for each, owners in beside)
     return f"{text}. Names that are nearly the same:{lines}"
 
 
-def _has(who: Sequence[int]) -> str:
-    return "has" if len(who) == 1 else "have"
+def _has(subject: Sequence[int]) -> str:
+    return "has" if len(subject) == 1 else "have"
 
 
-def _is(who: Sequence[int]) -> str:
-    return "is" if len(who) == 1 else "are"
+def _is(subject: Sequence[int]) -> str:
+    return "is" if len(subject) == 1 else "are"
 
 
-def _wait(who: Sequence[int]) -> str:
-    return "waits for it" if len(who) == 1 else "wait for it"
+def _wait(subject: Sequence[int]) -> str:
+    return "waits for it" if len(subject) == 1 else "wait for it"

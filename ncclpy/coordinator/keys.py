@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 __all__ = ["BEGINNING", "LEAVING", "SET_END", "as_name", "key_of", "names_of", "shown"]
 
-#: The keys of internal operations: by the first the ranks compare their options at the beginning, by the second they
-#: wait for each other at the end, by the third the members of a process set end the set.
+#: The keys of internal operations. In `BEGINNING` the ranks compare their options, in `LEAVING` they wait for each
+#: other at the ends of their blocks, and with `SET_END` the members of a process set end the set.
 BEGINNING, LEAVING, SET_END = b"\x02", b"\x03", b"\x04"
-#: What these stand for in messages.
+#: The names of the internal operations in messages.
 _OWN_NAMES = {BEGINNING: "the coordinator's beginning", LEAVING: "the coordinator's end", SET_END: "the set's end"}
 
 _ONE, _SEVERAL = b"\x00", b"\x01"

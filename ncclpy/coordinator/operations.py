@@ -26,7 +26,7 @@ class Operations:
     _submitter: Submitter
 
     def _renew_submitter(self) -> Submitter:
-        """Return a new submitter, as this one is out of date; raise if there is none."""
+        """Return the submitter to use in place of an outdated one; raise if operations can no longer be brought."""
         raise NotImplementedError
 
     def _current_submitter(self) -> Submitter:
@@ -35,13 +35,13 @@ class Operations:
         return self._renew_submitter() if submitter.is_outdated() else submitter
 
     def _bring_unnamed(self, method: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
-        """Call a method for one operation with a name that the other ranks' operations without one have too."""
+        """Call `method` with a made-up name, the same one for the n-th unnamed operation of a kind on each rank."""
         member, kind = self._current_submitter().member, method.__name__
         name = member.next_name(kind)
         try:
             return method(name, *args, **options)
         except BaseException:
-            member.return_name(kind, name)  # else this rank's next one would have another number than the others'
+            member.return_name(kind, name)  # else this rank would be one number ahead of the other ranks
             raise
 
     def all_reduce(
@@ -62,36 +62,38 @@ class Operations:
         Parameters
         ----------
         name : str or None
-            Any text. The name can be brought again once its operation was launched. With None it is the kind of the
-            operation and a number: the n-th operation of a kind that a rank brings to this set without a name is the
-            n-th of the others, so the ranks bring these in one order, and each is negotiated as if it were new.
+            Any text. The name can be brought again once its operation was launched. With None a name is made of the
+            operation's kind and a number: the n-th unnamed operation of a kind that one rank brings to this set runs
+            together with the n-th of every other rank. So all ranks must bring their unnamed operations of a kind in
+            the same order; each of them is negotiated as if it were new.
         array : buffer
             An array of numpy, torch or CuPy, or whatever `Communicator.all_reduce` accepts; in device or in CPU
             memory.
         op : ReduceOp or str
             ``"sum"``, ``"average"`` (or ``"avg"``), ``"min"``, ``"max"`` or ``"prod"``.
         prescale, postscale : float, optional
-            Factors of the input and of the result, for sums and averages of floats. Both are applied at once, before
-            the sum. Their product must be a number of the array's type: not infinite in that type, nor zero unless it
-            is 0.
+            Factors of the input and of the result, for sums and averages of floats or complex numbers. Both are
+            applied at once, before the sum. Their product must be finite in the array's type, and may be zero there
+            only if a factor is 0.
 
         Returns
         -------
         Work
-            Its result is the array. If ranks disagree, its error is an `NcclError`, the same on all ranks, that names
-            each value and the ranks which brought it.
+            Its result is the array. If ranks disagree, its error is an `NcclError`, the same on all ranks, which names
+            each differing value and the ranks that brought it.
 
         Raises
         ------
         TypeError, ValueError
-            If the array does not fit, or the name is in flight. Nothing was sent then.
-        NcclAborted
-            If the coordinator has ended; its cause is what ended it.
+            If an argument is not valid, or the name is in flight. Nothing was sent then.
+        NcclAborted, NcclRemoteError
+            If the coordinator has ended; `NcclRemoteError` if a rank was lost and the program was not given that error
+            before. The exception's cause is the error that ended the coordinator.
 
         Notes
         -----
-        Ranks that have joined contribute the identity of the operator. An average divides by the number of the other
-        ranks.
+        Ranks that have joined contribute the identity of the operator. An average divides by the number of ranks that
+        have not joined.
         """
         submitter = self._submitter
         if submitter.is_outdated():
@@ -142,7 +144,8 @@ class Operations:
         name : str or None
             As for `all_reduce`.
         array : array
-            Of numpy, torch or CuPy. First dimensions may differ between ranks, and may be 0; the others are the same.
+            Of numpy, torch or CuPy. First dimensions may differ between ranks, and may be 0; all other dimensions must
+            be the same.
             An array without dimensions is one row.
 
         Returns
@@ -176,7 +179,7 @@ class Operations:
         return [part.work for part in call.parts]
 
     def broadcast(self, name: str | None, array: _T, root: int = 0) -> Work[_T]:
-        """Receive the root's array, in place.
+        """Copy the root's array into the arrays of all other ranks, in place.
 
         Parameters
         ----------
@@ -213,7 +216,8 @@ class Operations:
         name : str or None
             As for `all_reduce`.
         array : array
-            Of numpy, torch or CuPy. Its rows are divided evenly; the first ranks get one more if they do not divide.
+            Of numpy, torch or CuPy. Its rows are divided evenly; if some are left over, the first ranks get one more
+            each.
         op : ReduceOp or str
             As for `all_reduce`.
         prescale, postscale : float, optional

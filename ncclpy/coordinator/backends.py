@@ -17,7 +17,7 @@ __all__ = ["DataBackend", "DataPlane", "GroupBackend", "SplitBackend"]
 class DataPlane(Protocol):
     """The data plane of one rank in a process set; one thread at a time launches.
 
-    A launch returns the `FusedLaunch` to copy out after it, or None if there is nothing to copy out.
+    A launching method returns the `FusedLaunch` on which `copy_out` must be called next; None if there is no copy-out.
     """
 
     def is_settled(self) -> bool:
@@ -60,7 +60,7 @@ class DataPlane(Protocol):
         """Launch an all-to-all; the counts are the numbers of elements sent to and received from each rank."""
 
     def is_free(self) -> bool:
-        """Wait a moment at most; return whether the next copy-in of CPU memory then waits for no other rank."""
+        """Wait a moment at most; return whether the next copy-in of CPU memory would then wait for no other rank."""
 
     def abandon(self, error: BaseException) -> None:
         """Fail a launch that could not be made; arrays that are being copied for it are held until the copies end."""
@@ -100,13 +100,16 @@ class DataBackend(Protocol):
         """Call `callback` with the error when an operation of this backend fails."""
 
     def failure(self) -> BaseException | None:
-        """Return the error that has ended this backend, even one that only the store has so far; None without one."""
+        """Return the error that has ended this backend, read from the store if it is only there so far; or None."""
 
     def part(self, name: str, members: Sequence[int]) -> DataBackend:
         """Return a backend of some of these ranks, this one included; all other ranks call `skip_part`."""
 
     def skip_part(self, members: Sequence[int]) -> None:
-        """Take part in making a backend without this rank: all ranks call `part` or `skip_part`, in one order."""
+        """Take part in making a backend without this rank.
+
+        For each part every rank calls `part` or `skip_part`, and all ranks make these calls in the same order.
+        """
 
     def end(self, orderly: bool) -> None:
         """Release what is left, once all planes and the control plane are closed.

@@ -37,6 +37,7 @@ _AT_ONCE = 1e-9
 _FAN_OUT = 8
 #: Seconds that a connection has for the handshake; and seconds between checks whether the wait is still wanted.
 _HANDSHAKE, _SLICE = 5.0, 0.1
+#: Bytes of a nonce; and of a proof, which is an HMAC-SHA256, and of its key.
 _NONCE, _PROOF = 16, 32
 #: Most connections with an unfinished handshake, besides the expected ones: the oldest is closed for a newer one.
 _MAX_UNPROVEN = 32
@@ -157,7 +158,7 @@ def open_control(
 
 
 def _read_place(packed: bytes) -> dict[str, Any]:
-    """Return the addresses at which a rank listens, and its machine."""
+    """Return what a rank has published: its machine, its addresses and its token; raise if that is malformed."""
     published = json.loads(packed)
     bytes.fromhex(published["token"]), bytes.fromhex(published.get("local", ""))
     addresses = [(str(host), int(port)) for host, port in published.get("addresses", [])]
@@ -177,8 +178,8 @@ def _own_addresses(store: Store) -> list[str]:
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 
-def _proof(token: bytes, who: bytes, nonce: bytes) -> bytes:
-    return hmac.new(token, who + nonce, hashlib.sha256).digest()
+def _proof(token: bytes, prover: bytes, nonce: bytes) -> bytes:
+    return hmac.new(token, prover + nonce, hashlib.sha256).digest()
 
 
 def _receive(sock: socket.socket, length: int) -> bytes:
@@ -301,7 +302,7 @@ class _Listener:
         connected: dict[int, socket.socket],
         children: list[int],
     ) -> None:
-        """Read from a connection, which becomes a child's or is closed."""
+        """Continue a connection's handshake; at its end the connection is a child's, or is closed."""
         try:
             rank = connection.step(self._token, [child for child in children if child not in connected])
         except BlockingIOError:
@@ -321,7 +322,7 @@ class _Listener:
                 return
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
-                    continue  # the connection has ended before it was accepted
+                    continue  # the connection ended before it could be accepted
                 if not unproven:
                     self._accept_error = f": connections cannot be accepted: {error.strerror}"
                     time.sleep(_SLICE)
@@ -367,7 +368,7 @@ def _check_wait(deadline: float, wanted: Callable[[], bool], missing: list[int],
 def _connect_to_parent(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
-    """Return a connection to the parent, by the first address at which the answer proves that it is from that rank."""
+    """Return a connection to the parent, at its first address where the answer proves that the parent listens there."""
     ways: list[tuple[socket.AddressFamily, Any]] = []
     if place["machine"] == mine["machine"]:
         ways.append((socket.AF_UNIX, bytes.fromhex(place["local"])))

@@ -1,8 +1,8 @@
-"""The kernel that makes many copies at once, in PTX, which the driver compiles: no CUDA is needed to build.
+"""The kernel that makes many copies at once. It is in PTX, which the driver compiles: no CUDA is needed to build.
 
 A launch costs as much as a copy, some microseconds, so copying a hundred small arrays one by one takes longer than
-reducing them. The kernel's parameter is the table of abi/copy_many.h, with its offsets as numbers here. Each block of
-256 threads copies 32 KiB of one entry, in units as wide as the addresses allow.
+reducing them. The kernel's parameter is the table of abi/copy_many.h; the code has the offsets of its fields as
+numbers. Each block of 256 threads copies 32 KiB of one entry, in units as wide as the addresses allow.
 """
 
 __all__ = ["NAME", "PTX"]

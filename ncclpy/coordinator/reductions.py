@@ -19,7 +19,7 @@ _NO_FACTOR = 1.0
 
 
 def signature_of(kind: Kind, part: TensorEntry, shape: tuple[int, ...], **more: Any) -> Signature:
-    """Return what an array must have in common with those of other ranks."""
+    """Return an array's signature: what the array must have in common with those of the other ranks."""
     return Signature(kind, part.dtype, part.datatype, part.unit, on_device=part.on_device, shape=shape, **more)
 
 
@@ -33,12 +33,12 @@ def _scale(value: Any, argument: str) -> float | None:
 
 
 def pack_reductions(parts: Sequence[TensorEntry], op: Any, size: int, prescale: Any, postscale: Any) -> bytes:
-    """Return the signatures of all-reduces as bytes; raise where something does not fit."""
+    """Return the signatures of all-reduces as bytes; raise if an operator or factor cannot be used with its array."""
     return pack_all([reduction_of(Kind.ALL_REDUCE, part, op, size, prescale, postscale) for part in parts])
 
 
 def reduction_of(kind: Kind, part: TensorEntry, op: Any, size: int, prescale: Any, postscale: Any) -> Signature:
-    """Return the signature of the reduction of an array; raise where something does not fit."""
+    """Return the signature of an array's reduction; raise if the operator or a factor cannot be used with it."""
     before, after = _scale(prescale, "prescale"), _scale(postscale, "postscale")
     signature = signature_of(kind, part, part.shape, op=part.op_code(op, size), prescale=before, postscale=after)
     if before is not None or after is not None:
@@ -70,10 +70,13 @@ def _check_scales(signature: Signature, op: int, size: int) -> None:
 def reduction(signature: Signature, size: int, absent: int) -> tuple[int, float | None]:
     """Return NCCL's operator, and the factor that multiplies each input first, None for none.
 
+    `absent` of the `size` ranks have joined.
+
     Raises
     ------
     ValueError
-        If there is no such operator: integers are averaged only by NCCL, which divides by the number of all ranks.
+        For the average of integers if some ranks have joined: NCCL's average divides by the number of all ranks, and
+        integers cannot be multiplied by a fraction first.
     """
     op, factor = signature.op, _NO_FACTOR
     if signature.prescale is not None:

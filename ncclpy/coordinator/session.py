@@ -1,4 +1,4 @@
-"""A coordinator between two changes of its ranks: the control plane, the thread that reads it, the process sets."""
+"""A session: a coordinator while its ranks stay the same, with control plane, reading thread and process sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("ncclpy.coordinator")
 
-#: Prefix of the reason if some ranks may not have launched an operation that other ranks have: it would never finish.
+#: Prefix of the reason of a shutdown after which an operation may be launched on some ranks only, so never finishes.
 _UNFINISHABLE = "\0"
 #: Seconds that the reading thread waits at a time while no frame arrives.
 _READ_SLICE = 3600.0
@@ -40,7 +40,7 @@ _READ_SLICE = 3600.0
 _BEGIN_TIMEOUT = 300.0
 #: Seconds that launched operations have to finish when the coordinator ends.
 _DRAIN_TIMEOUT = 60.0
-#: Most seconds to wait for the record that says why the control plane has ended; it arrives sooner.
+#: Most seconds to wait for the record that says why the control plane has ended; normally it arrives much sooner.
 _REASON_TIMEOUT = 10.0
 #: Seconds between checks whether the session has ended, during a wait; and, in `explain`, whether it is ending.
 _SLICE, _END_SLICE = 0.1, 0.01
@@ -68,7 +68,7 @@ _PACKED = struct.Struct("=qqd")
 
 
 class Options(NamedTuple):
-    """The options of a coordinator, which are the same on all ranks."""
+    """The options of a coordinator. All of them but `stall_after` must be the same on all ranks."""
 
     engine: str
     fusion_bytes: int
@@ -83,7 +83,7 @@ class Options(NamedTuple):
 
 
 class _Wait(Generic[T]):
-    """The result of a record for which a thread waits."""
+    """A wait of one or more threads for a record of the control plane, and its result."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
@@ -140,23 +140,23 @@ class Session:
         self.backend, self.device = backend, backend.device
         self.error: NcclError | None = None
         self._control, self._options, self._counts = control, options, counts
-        self._lock = threading.RLock()  # a signal handler may call this object again
+        self._lock = threading.RLock()  # a signal handler may call a method while its thread holds the lock
         self._closing: tuple[int, str] | None = None
-        # The waits in progress (`_joining`, `_defining`), and the waits whose result has arrived and was not taken yet
-        # (`_joined`, `_defined`). If the thread has stopped waiting, a later call takes the result.
+        # The waits in progress (`_joining`, `_defining`), and the waits with a result that no thread has taken yet
+        # (`_joined`, `_defined`). If the waiting thread has stopped waiting, a later call takes the result.
         self._joining: _Wait[int] | None = None
         self._joined: _Wait[int] | None = None
         self._defining: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
         self._defined: dict[tuple[int, ...], _Wait[ProcessSetWorker]] = {}
-        self._closing_sets: dict[int, _Wait[bool]] = {}  # the ends of process sets for which threads wait, by number
+        self._closing_sets: dict[int, _Wait[bool]] = {}  # waits for the ends of process sets, by the sets' numbers
         self._ended_sets: dict[int, ProcessSetWorker] = {}  # sets that have ended and are not released yet
         self._began: _Wait[tuple[bytes, ...]] = _Wait()
         self._leaving: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
         self._release_error: BaseException | None = None
-        self._orderly = False  # whether it was ended by a shutdown on all ranks
+        self._orderly = False  # whether a shutdown has ended the session: no rank was lost, no launch has failed
         self.unfinished: list[str] = []  # names of the operations that were pending when the session ended
-        self.failures: list[BaseException] = []  # the error with which these have failed
+        self.failures: list[BaseException] = []  # the error with which the unfinished operations have failed
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
         self._staged = is_as_on_gpus()
         self._gate = SubmitGate()
@@ -188,7 +188,7 @@ class Session:
 
     def set_timeline(self, timeline: Timeline | None) -> None:
         """Record what is brought from now on in another timeline, or in none."""
-        with self._lock:  # `_group` adds members under it
+        with self._lock:  # `_group` adds members with the lock held
             self._gate.timeline = timeline
             for member in self._members.values():
                 member.on_launch = None if timeline is None else timeline.launched
@@ -224,7 +224,7 @@ class Session:
             have = set(self._control.have(0, BEGINNING))
             missing = [rank for rank in range(self.size) if rank not in have]
             error = NcclTimeout(
-                f"coordinator {self.name!r}: {ranks(spans(missing))} did not come within {seconds(limit)}, as far as "
+                f"coordinator {self.name!r}: {ranks(spans(missing))} did not arrive within {seconds(limit)}, as far as "
                 f"rank {self.rank} knows"
             )
             error.missing = missing
@@ -342,7 +342,7 @@ class Session:
                 if member.closing:  # it has ended
                     return
                 self.check()
-                member.closing = True  # first: another thread may bring an operation
+                member.closing = True  # before the check: another thread may be about to bring an operation
                 if len(member.pending):
                     member.closing = False
                     waits = shown([name for key in member.pending.keys() for name in names_of(key)])
@@ -365,9 +365,10 @@ class Session:
             ended.close(_DRAIN_TIMEOUT if timeout is None else timeout)
 
     def leave(self, timeout: float) -> bool:
-        """Wait until all ranks leave, or the session has ended; the others' operations continue meanwhile.
+        """Wait until all ranks leave their blocks; the other ranks' operations continue meanwhile.
 
-        Return False if not all leave in time.
+        Return False if not all leave in time, and True at once if the session is ending already; raise if it ends
+        during the wait.
         """
         joining = self._joining
         if joining is not None:  # join() ended early; until all have joined nothing can be brought
@@ -395,7 +396,7 @@ class Session:
 
     def wait_until_over(self, timeout: float | None) -> bool:
         """Wait until the session has ended and everything is released; return False if `timeout` passes first."""
-        if threading.current_thread() is self._reader:  # called by a finaliser, in the thread that releases it
+        if threading.current_thread() is self._reader:  # in a finaliser; the reader would wait for itself
             return True
         return self._over.wait(None if timeout is None or timeout > threading.TIMEOUT_MAX else timeout)
 
@@ -475,7 +476,7 @@ class Session:
 
     def _run(self, ready: dict[int, list[Ready]]) -> None:
         for number, operations in ready.items():
-            if (timeline := self._gate.timeline) is not None:  # the user's thread may set another one
+            if (timeline := self._gate.timeline) is not None:  # read once: a user's thread may replace it
                 timeline.negotiated([each.call for each in operations if each.call is not None])
             self._members[number].run(operations, self._control.launched)
         ready.clear()
@@ -490,7 +491,7 @@ class Session:
             self._fail(member, key, as_error(names_of(key), brought, member.label))
 
     def _fail(self, member: ProcessSetWorker, key: bytes, error: BaseException) -> None:
-        if member.number == 0 and key == LEAVING:  # the waiting thread then ends the coordinator itself
+        if member.number == 0 and key == LEAVING:  # the thread in `leave` gets False and then closes the coordinator
             self._leaving.is_all = False
             self._leaving.tell(())
         if key == SET_END:
@@ -590,7 +591,8 @@ class Session:
     def _look_for_cause(self) -> None:
         """If the session ends before it has begun, read from the store why another rank could not begin.
 
-        Ranks that have read the reason close their connections, which this rank may notice before it reads the reason.
+        A rank that has read the reason closes its connections. Without this look, another rank that has not read the
+        reason yet would report a lost rank.
         """
         if self._cause is None and not self._began.arrived.is_set():
             with contextlib.suppress(NcclError):
@@ -632,7 +634,7 @@ class Session:
 
     def _release(self) -> None:
         limit = self._options.timeout if self._options.timeout is not None else _DRAIN_TIMEOUT
-        with self._lock:  # a set's thread may have stopped waiting before it has released the set
+        with self._lock:  # a thread in `close_set` may have stopped waiting, and so not have released its set
             members, self._ended_sets = [*self._members.values(), *self._ended_sets.values()], {}
         for member in reversed(members):
             try:

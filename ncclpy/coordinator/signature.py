@@ -64,7 +64,8 @@ class Signature(NamedTuple):
     shape
         The part of the array's shape that must be the same: all dimensions, or all but the first.
     rows
-        For a sparse array, the first dimension of its indices; -1 for none.
+        For a sparse array, the first dimension of its indices; -1 if these have one dimension only, and for other
+        operations.
     """
 
     kind: Kind
@@ -212,7 +213,7 @@ def as_error(names: Sequence[str], brought: Sequence[tuple[bytes, Sequence[int]]
     Parameters
     ----------
     names
-        The names of the operations that are brought together; mostly one.
+        The names of the operations that are brought together; usually one name.
     brought
         Signatures as packed by `pack_all`, each with the ranks that brought them.
     where
@@ -250,7 +251,7 @@ class Brought(NamedTuple):
     ranks
         The ranks.
     what
-        The `Signature`, or those of operations that were brought together.
+        The `Signature`; a tuple of them for operations that were brought together.
     """
 
     ranks: tuple[int, ...]

@@ -36,7 +36,7 @@ class Timeline:
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         self._path, self._rank = path, rank
-        self._gone = False  # the file could not be written
+        self._gone = False  # whether no events are taken any more: the file could not be written, or is complete
         self._rows: dict[str, int] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

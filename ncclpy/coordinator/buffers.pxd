@@ -39,7 +39,8 @@ cdef class Remembered:
     cdef bint is_of(self, list parts, op) except -1
 
 
-# The entry of an array, alone or one of several; `known` is the last all-reduce under their names, or None.
+# The entry of an array; `place` is its index among the arrays of its call, and `known` the last all-reduce under the
+# call's names, or None.
 cdef TensorEntry new_brought(
     int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place
 )
@@ -79,7 +80,8 @@ cdef class FusionBuffer:
     cdef int take(self, size_t nbytes, CUstream stream) except -1
 
 
-# An event behind the work that produces input: the last one that a thread has recorded on a stream.
+# The last event that one thread has recorded on one stream: once it completes, all inputs that the thread brought from
+# that stream are ready.
 cdef struct Producer:
     CUstream stream
     unsigned long thread
@@ -120,7 +122,7 @@ cdef class FusedLaunch(LaunchGroup):
     cdef Producer* producers
     cdef size_t nproducers
     cdef bint together  # the device can address all of the copied memory
-    cdef readonly object kept
+    cdef readonly object kept  # a list of memory with the identity, kept until the launch is over
 
     # Add an array to the next copies, in or out.
     cdef int add(self, void* at, size_t offset, size_t nbytes) except -1

@@ -1,8 +1,8 @@
 """Buffers: the arrays that a rank brings to operations, fusion buffers, and the copies into and out of them.
 
-A data plane has two fusion buffers, its slots. Data are copied into a slot behind the work that produces them, and out
-of it after the launch; each array has a work of its own. If copies have streams of their own, the copies of one slot
-overlap the launch in the other slot.
+A data plane has two fusion buffers, its slots. Data are copied into a slot once they are produced, and out of it after
+the launch; each array has a `Work` of its own. If the copies have streams of their own, the copies of one slot overlap
+the launch in the other slot.
 """
 
 import logging
@@ -133,7 +133,7 @@ cdef class TensorEntry:
                 writable(&self.view, "array")
             shape = getattr(array, "shape", None)
             if known is not None and isinstance(shape, tuple) and shape == known:
-                self.shape = known  # with plain Python numbers
+                self.shape = known  # an earlier tuple of plain Python numbers
             else:
                 self.shape = (elements(&self.view),) if shape is None else tuple(map(int, shape))
         ensure_running(device)
@@ -214,7 +214,7 @@ cdef class TensorEntry:
 
     @property
     def moments(self):
-        """When it was brought, launched and done, by the monotonic clock; 0 for what has not happened yet."""
+        """When the array was brought, launched and done, by the monotonic clock; 0 for what has not happened yet."""
         return self.work.entry.created, self.work.entry.launched, self.work.entry.completed
 
     def memory(self):
@@ -229,7 +229,7 @@ cdef class TensorEntry:
 
     def finish(self):
         """End the work with its result. The caller holds no lock, as this may free the user's arrays."""
-        if self.work.timed:  # its time was to be measured on the device, where it did not run
+        if self.work.timed:  # a device would measure the time, but the operation did not run on one
             self.work.timed = False
             self.work.seconds = now() - self.work.entry.launched
         self.work.settle(None)
@@ -401,8 +401,9 @@ cdef class Copier:
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
-# Seconds that a launching thread waits for a launch or a slot before it copies CPU memory: the driver's call for a
-# copy returns when all before it on the stream is done, and if that is a launch, the call waits for other ranks.
+# Most seconds that a launching thread waits for a launch or a slot before it copies CPU memory; if the wait fails, the
+# thread tries again later. The driver's call for a copy returns only when everything before it on the stream is done:
+# behind a launch that has not ended, the call would wait for other ranks.
 cdef double COPY_WAIT = 1e-3
 
 #: Least bytes of an allocation.
@@ -422,7 +423,7 @@ cdef class FusionBuffer:
         cdef size_t wanted
         if nbytes > self.capacity:
             # The old memory is kept: on GPUs, freeing it would wait until nothing uses it, and so for other ranks, in
-            # the thread that has to learn that these have ended. The slot grows by half at least, so all old memory
+            # the thread that must notice the end of other ranks. The slot grows by half at least, so all old memory
             # together is at most twice the memory in use.
             wanted = max(_MIN_ALLOCATION, nbytes, self.capacity + self.capacity // 2)
             if self.pointer:
@@ -475,7 +476,7 @@ cdef class SharedEvent:
 cdef class Ending:
 
     cdef object cause_of(self, object error):
-        """Return the plane's error if `error` is the `NcclAborted` of a launch that its end aborts; else `error`."""
+        """Return the plane's error if `error` is the `NcclAborted` of a launch that this end aborts; else `error`."""
         return self.error if self.error is not None and isinstance(error, NcclAborted) else error
 
 
@@ -513,7 +514,7 @@ cdef class FusedLaunch(LaunchGroup):
         return 0
 
     cdef int follow(self, Work work) except -1:
-        """Have the copies in wait for the event behind which a work's input is ready.
+        """Make the copies into the slot wait for the event after which a work's input is ready.
 
         Of the events of one thread on one stream only the last is waited for, as each wait costs a driver call.
         """

@@ -368,7 +368,7 @@ def _check_wait(deadline: float, wanted: Callable[[], bool], missing: list[int],
 def _connect_to_parent(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
-    """Return a connection to the parent, at its first address where the answer proves that the parent listens there."""
+    """Return a connection to the parent, at the first address where the answer proves that the parent listens."""
     ways: list[tuple[socket.AddressFamily, Any]] = []
     if place["machine"] == mine["machine"]:
         ways.append((socket.AF_UNIX, bytes.fromhex(place["local"])))

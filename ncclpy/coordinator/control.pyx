@@ -1,5 +1,8 @@
 # distutils: language = c++
-"""One rank's end of the control plane, and its node without connections. The C++ in native/ needs no GIL."""
+"""One rank's end of the control plane; and for tests and benchmarks `Node`, which has no connections and no thread.
+
+The C++ in native/ needs no GIL.
+"""
 
 import os
 import threading
@@ -292,8 +295,8 @@ cdef class Control:
     rank, size : int
         This rank's number, and the number of ranks.
     parent : (int, int) or None
-        The parent's rank and the descriptor of a stream socket to it, which is taken over, also if this raises; None
-        at the root.
+        The parent's rank and the descriptor of a stream socket to it; None at the root. The descriptors of parent and
+        children are taken over, even if this raises.
     children : list of (int, tuple of int, int)
         For each child its rank, the ranks of its subtree, and the descriptor of a socket to it.
     cache : int
@@ -330,7 +333,7 @@ cdef class Control:
             options.cache, options.timeout, options.stall_after, options.silence = cache, timeout, stall_after, silence
             place = _place(rank, size, parent is None, [(each[0], each[1]) for each in children])
             self.control = make_shared[NativeControl](place, options, above, fds)
-        except BaseException:  # a cache too large for the memory, for example: nothing else owns the descriptors
+        except BaseException:  # such as MemoryError for a huge cache; nothing else owns the descriptors now
             if above.fd >= 0:
                 os.close(above.fd)
             for fd in fds:
@@ -377,8 +380,8 @@ cdef class Control:
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
         self._look()
-        # If the mutex is free, keep the GIL: after releasing it for microseconds, this thread would wait for the
-        # thread that took it.
+        # If the mutex is free, keep the GIL for these microseconds: if it were released, another thread could take it,
+        # and this thread would have to wait for that thread.
         if not self.control.get().try_bring(group, name, same, mine, joinable, brought):
             with nogil:
                 brought = self.control.get().bring(group, name, same, mine, joinable)
@@ -414,7 +417,7 @@ cdef class Control:
             self.control.get().shut_down(drain, words)
 
     def launched(self, uint32_t group):
-        """Report that a frame's operations of a set were launched: those brought by all meanwhile may follow."""
+        """Report that a frame's operations of a set were launched: the root may now send the set's next ones."""
         self._look()
         with nogil:
             self.control.get().launched(group)
@@ -456,7 +459,7 @@ cdef class Control:
                 return []
 
     def close(self):
-        """Close the connections; unless the coordinator has ended on all ranks, the others regard it as lost."""
+        """Close the connections. If the coordinator has not ended on all ranks, the others count this rank as lost."""
         if self.made_in != generation():
             return
         with nogil:

@@ -39,9 +39,9 @@ from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.group_status import GroupStatus
 
 
-cdef enum:
+cdef enum:  # which thread executes a queue's steps
     _NO_THREAD = 0
-    _ADDING_THREAD = 1  # the thread that added them
+    _ADDING_THREAD = 1  # the thread that added the steps
     _QUEUE_THREAD = 2  # the queue's thread
 
 # Seconds between two checks whether a step is ready: at first, and at most.
@@ -49,7 +49,7 @@ cdef double _SHORTEST_PAUSE = 200e-6, _LONGEST_PAUSE = 5e-3
 
 
 cdef class LaunchStep:
-    """One step."""
+    """One step of a launch queue."""
 
     cdef bint is_ready(self) except -1:
         """Wait a moment at most; return whether the step can then be executed without a wait for other ranks."""
@@ -221,7 +221,7 @@ def child_of(ProcessGroup group not None, timeout, bint timing=False):
 
 
 def tell_unmade(transport, error):
-    """Tell the other ranks that this one makes no coordinator over a group, or over a store with rank and size."""
+    """Tell the other ranks that this one makes no coordinator over a transport: a group, or (store, rank, size)."""
     cdef ProcessGroup group
     if isinstance(transport, ProcessGroup):
         group = transport
@@ -289,7 +289,7 @@ def identity(int datatype, int op):
 
 
 def holds(double factor, int datatype):
-    """Return whether a float type can hold a factor: as a finite number, which is not zero unless the factor is."""
+    """Return whether a factor is a finite number in a float type, and zero there only if the factor itself is zero."""
     kind = DataType(datatype)
     infinite = encoded(math.inf, kind, "factor")
     return encoded(abs(factor), kind, "factor") not in (infinite, bytes(0 if factor == 0 else kind.itemsize))
@@ -319,10 +319,10 @@ cdef class DataPlane:
     cdef object unsubmitted  # the FusedLaunch with copies for a launch that is not made yet, or None
     cdef object unfinished  # the unfinished FusedLaunch of the slots, the oldest first
     cdef Ending ending
-    cdef Py_ssize_t turn
+    cdef Py_ssize_t turn  # the index of the slot for the next launch
     cdef Copier copier
     cdef object streams  # of the copies in and of the copies out; None if these use the communicator's stream
-    cdef size_t scratch  # for the barrier
+    cdef size_t scratch  # address of the barrier's byte on the device; 0 before the first barrier
 
     def __init__(self, ProcessGroup group not None):
         self.group = group
@@ -332,7 +332,7 @@ cdef class DataPlane:
         self.unfinished = deque()
         self.ending = Ending()
         self.connection = group.main_connection()
-        if copies_apart():  # a later allocation may wait for launches of local ranks that wait for this rank
+        if copies_apart():  # now: a later allocation may wait for launches of local ranks, and these for this rank
             self._make_slots(_INITIAL_BYTES)
 
     def is_settled(self):
@@ -380,7 +380,7 @@ cdef class DataPlane:
         )
 
     cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
-        """Return the number of an operator; with a factor, of one that first multiplies the input by it."""
+        """Return the number of an operator; with a factor, of a sum that first multiplies the input by the factor."""
         cdef Communicator comm
         if factor is None:
             return op
@@ -493,7 +493,7 @@ cdef class DataPlane:
         return self._add_copy_out(fused, brought, result)
 
     def exchange(self, TensorEntry brought not None, send_counts, recv_counts, bint even, result):
-        """Launch an all-to-all; the counts are of elements. `even`: all ranks' parts have one size, which is not 0."""
+        """Launch an all-to-all; the counts are of elements. `even`: all parts of all ranks have one size, above 0."""
         cdef Operation o
         cdef View s, r
         cdef VectorCollective vector
@@ -547,7 +547,7 @@ cdef class DataPlane:
         self._copy_in(fused)
         o.kind, o.datatype = ALL_REDUCE, datatype
         o.send = o.recv = <void*>fused.slot.pointer
-        # A single array has no padding: other ranks may launch it uncopied.
+        # A single array is reduced without its padding: other ranks may launch it without a copy, so without padding.
         o.count = members[0][1] if len(members) == 1 else offset // ITEMSIZE[datatype]
         note_operation(inner.entry, &o, offset)
         self._plain(inner, &o)
@@ -614,7 +614,7 @@ cdef class DataPlane:
     cdef Work _inner(self, FusedLaunch fused, int kind, str name):
         """Return the work of a launch that other works follow."""
         cdef Work inner = new_work(kind, self.device)
-        inner.entry.code = None  # this thread may launch it for a call of another thread
+        inner.entry.code = None  # no line of code: another thread may have brought what this thread launches
         inner.entry.key = name
         inner.timed = self.group.is_timed()
         inner.held = fused.kept
@@ -653,7 +653,7 @@ cdef class DataPlane:
         return fused, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
 
     cdef tuple _operands(self, TensorEntry brought, int kind, object result, bint as_bytes):
-        """Return what `_staged` does; for an array that is not staged, its own work and memory, and the result's."""
+        """Return the same as `_staged`; for an array that is not staged: None, its work, the two arrays, and 1."""
         self._comm()
         if brought.is_staged():
             return self._staged(brought, kind, result, as_bytes)
@@ -681,7 +681,10 @@ cdef class DataPlane:
         return self.ending.cause_of(error)
 
     def fail(self, error):
-        """End the plane with an error: fail what runs here, and abort the communicator. The other ranks end theirs."""
+        """End the plane with an error: fail what runs here, and abort the communicator.
+
+        Each other rank ends its own plane.
+        """
         cdef Launch launch
         cdef FusedLaunch fused
         cdef Work work
@@ -692,10 +695,11 @@ cdef class DataPlane:
             launch.end(error)
         for fused in list(self.unfinished):
             for work in fused.members():
-                # If not, copy_out fails the work, and holds its array until the copies in have ended.
+                # Otherwise copy_out fails the work later, and holds its array until the copies in have ended.
                 if work.launch is fused:
                     work.settle(error)
-        group_error = copy.copy(error)  # the group marks its error as given to the program once its hook was called
+        # A copy: when the group calls its hook, it marks the hook's error as given to the program.
+        group_error = copy.copy(error)
         group_error.__cause__ = error
         self.group.end_with(group_error, text_of(error), True)
 
@@ -710,7 +714,7 @@ cdef class DataPlane:
             self.operators = {}
             slots, self.slots = self.slots, []
             scratch, self.scratch = self.scratch, 0
-            if drained:  # if not, something may still write there
+            if drained:  # otherwise a launch may still write into this memory
                 for slot in slots:
                     slot.close()
                 if scratch:

@@ -13,7 +13,7 @@ cdef class OperationStats:
     cdef int launched(self, str kind, long long number, long long nbytes) except -1
 
 
-# Whether a session lets operations pass.
+# Whether a session lets operations pass without a call of its `check`.
 cdef class SubmitGate:
     cdef public bint shut
     cdef public object timeline

@@ -55,7 +55,8 @@ cdef class SubmitGate:
     Attributes
     ----------
     shut : bool
-        Whether a thread that brings an operation must call the session's `check`, which raises if it cannot.
+        Whether a thread that brings an operation must first call the session's `check`, which raises if no operation
+        can be brought.
     timeline : Timeline or None
         The timeline that records each operation.
     """
@@ -92,7 +93,7 @@ cdef class Submitter:
         self.forks = _forks
 
     def follow(self, ProcessGroup group not None, long long number):
-        """Count as out of date once the group's number is not `number`: the group then has other ranks."""
+        """Be outdated once the group's number differs from `number`: the group then has other ranks."""
         self.group, self.number = group, number
 
     def is_outdated(self):
@@ -119,7 +120,8 @@ cdef class Submitter:
             timeline = self.gate.timeline
             if timeline is not None:
                 timeline.watch(call.parts)
-            # Cython code runs no signal handler, so none raises after the send and has a sent operation withdrawn.
+            # The send is last: Cython code runs no signal handler, so nothing raises once the operation was sent, and
+            # no operation is withdrawn that the other ranks know.
             self.send(member.number, call.key, call.fixed, call.own, call.joinable)
         except BaseException as error:
             member.pending.forget(call)
@@ -146,7 +148,8 @@ os.register_at_fork(after_in_child=_forked)
 cdef long long _LARGE_ON_HOST = 64 << 10
 cdef long long _LARGE_ON_DEVICES = 16 << 20
 
-# Most bytes in a fusion buffer on GPUs: while one is reduced, the next is copied in, and the one before is copied out.
+# Most bytes in a fusion buffer on GPUs. With small launches more work overlaps: while the arrays of one launch are
+# reduced, those of the next are copied in, and those of the one before are copied out.
 cdef long long _TOGETHER_ON_DEVICES = 32 << 20
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE, _BARRIER = Kind.BARRIER
 cdef list _kept = []  # arrays with copies that may never end
@@ -205,13 +208,13 @@ cdef class ProcessSetWorker:
     # Bringing.
 
     def next_name(self, str kind not None):
-        """Return a name for an operation without one: its kind, and how many of this kind had none before."""
+        """Return a name for an unnamed operation: its kind, and the number of unnamed ones of this kind before it."""
         cdef long long number = self.unnamed.get(kind, 0)
         self.unnamed[kind] = number + 1
         return f"{kind}.unnamed.{number}"
 
     def return_name(self, str kind not None, str name not None):
-        """Take back a name whose operation could not be brought, if it is the last one."""
+        """Take back a name of an operation that could not be brought, if `next_name` has returned no later one."""
         cdef long long number = self.unnamed.get(kind, 0) - 1
         if name == f"{kind}.unnamed.{number}":
             self.unnamed[kind] = number
@@ -239,7 +242,8 @@ cdef class ProcessSetWorker:
     def run(self, list operations not None, then):
         """Launch the operations of one frame, in this thread up to the first one that has to wait.
 
-        Then ``then(number)`` is called with the set's number.
+        Once all of them are launched, ``then(number)`` is called with the set's number, in the thread that launched
+        the last one.
         """
         cdef Ready ready
         cdef Step step
@@ -254,7 +258,7 @@ cdef class ProcessSetWorker:
         self.launch_queue.add(launches)
 
     cdef bint _is_executable(self, Ready ready) except -1:
-        """Return whether NCCL can execute all of an operation; if not, fail it: no rank begins any of it."""
+        """Return whether NCCL can reduce all arrays of an operation; if not, fail it: no rank launches any of them."""
         if ready.agreed.is_plain:
             return True
         try:
@@ -277,7 +281,7 @@ cdef class ProcessSetWorker:
         except BaseException as error:
             failure = self._plane_of(step).cause_of(error) if isinstance(error, NcclError) else _not_launched(error)
             try:
-                self._plane_of(step).abandon(failure)  # first: arrays that are being copied must not be freed
+                self._plane_of(step).abandon(failure)  # before part.fail(), which may free arrays still being copied
             except BaseException as another:  # when the copies end is not known: the arrays are never freed
                 _kept.append(brought)
                 self.on_error(another)
@@ -300,9 +304,9 @@ cdef class ProcessSetWorker:
         cdef Ready first = step.operations[0]
         cdef Py_ssize_t fused = len(brought)
         cdef long long nparts = 0, nbytes = 0
-        if first.call is not None and not first.agreed.fusable:  # it launches all its arrays itself
+        if first.call is not None and not first.agreed.fusable:  # the call itself launches all its arrays
             brought = first.call.parts
-            nparts = len(first.call.names)  # a sparse array is two arrays
+            nparts = len(first.call.names)  # not len(parts): a sparse array has two parts under one name
         else:
             nparts = fused - brought.count(None)
         for part in brought:
@@ -352,9 +356,10 @@ cdef class ProcessSetWorker:
         return 0
 
     cdef bint _can_launch(self, Step step) except -1:
-        """Return whether a step's communicator is made, or never will be, and its copies would wait for no other rank.
+        """Return whether a step can be launched without a wait for other ranks.
 
-        Copies of CPU memory for a launch would wait for the launch before it, and so for other ranks.
+        It can once its communicator is made, or will never be made, and its copies are not held up: copies of CPU
+        memory for a launch may have to wait for an earlier launch, and so for other ranks.
         """
         plane, first = self._plane_of(step), step.signature
         if not plane.is_settled():
@@ -372,7 +377,7 @@ cdef class ProcessSetWorker:
 
     def close(self, double timeout):
         """Wait for what was launched, and release everything."""
-        if not self.launch_queue.end(timeout):  # its thread may be in a launch, with memory of a plane
+        if not self.launch_queue.end(timeout):  # before the planes: the queue's thread may use memory of a plane
             what = f"launches still wait for other ranks {timeout:.3g} s after it began to end"
             self.fail(NcclError(f"{self.label}: {what}"))
         try:

@@ -81,7 +81,7 @@ cdef class RememberedCalls:
     Parameters
     ----------
     most : int
-        How many are remembered; when they are more, all are forgotten.
+        How many names, or groups of names, are remembered; when there would be more, all others are forgotten.
     """
 
     def __init__(self, Py_ssize_t most):
@@ -166,7 +166,7 @@ cdef Py_ssize_t _MOST = 4096
 
 
 cdef class Agreed:
-    """What all ranks have brought alike, and what each launch of it needs to know.
+    """The signatures of an operation, which are the same on all ranks, and what each launch needs of them.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ cdef class Agreed:
     nbytes, elements : list of int
         For each array, its size in bytes, and in elements of NCCL's type.
     is_plain : bool
-        Whether NCCL has its operators for any number of ranks: no average, and no scale.
+        Whether NCCL has the operators, however many ranks have joined: there is no average, and no scale.
     """
 
     def __init__(self, bytes packed not None):
@@ -533,7 +533,7 @@ cdef class Pending:
         return made
 
     def forget(self, Call call not None):
-        """Remove what was noted of a call that could not be brought: a signal handler may have raised anywhere."""
+        """Remove what was noted of a call that could not be brought, which may be none, a part or all of the call."""
         if self.calls.get(call.key) is call:
             del self.calls[call.key]
             self._release(call)
@@ -549,7 +549,7 @@ cdef class Pending:
         return list(calls.values())
 
     def missing(self, bytes key not None):
-        """Return a text of the ranks that an operation waits for."""
+        """Return a text of what an operation waits for: ranks that have not brought it, or its launch."""
         if key not in self.calls:
             return "its launch; all ranks have brought it"
         have = set(self.have(self.number, key))

@@ -28,8 +28,8 @@ constexpr double kFarewell = 1.0;  // seconds at the end for what is not sent ye
 // Seconds for which operations that are brought one after the other are put into one frame: a frame costs a system
 // call here and wakes the receiving thread, which takes longer than bringing a few more operations.
 constexpr double kTogether = 40e-6;
-// Seconds for which a thread that brings one operation after the other is not disturbed by the thread that takes
-// received frames, which would take the GIL.
+// Seconds for which a thread that brings one operation after the other is not disturbed: the thread that takes
+// received frames waits, since it would take the GIL.
 constexpr double kUndisturbed = 500e-6;
 // Seconds after an operation for which the thread that waits for the response stays awake, as waking up takes as long
 // as the rest of the exchange: half a millisecond, and longer with kManyCores cores or more.
@@ -104,7 +104,7 @@ Brought Control::bring_locked(uint32_t group, const std::string& key, const std:
     sent_at_ = time;
     flush(time);
     if (asleep_ && readers_ > 0) wake_attendant();  // to be awake when the response arrives
-  } else if (send_due_ == 0) {  // sent at that time with all that was brought by then, or earlier by launched()
+  } else if (send_due_ == 0) {  // a time: all that is brought by then is sent then, or by an earlier flush()
     send_due_ = sent_at_ + kTogether;
     if (attending_ && asleep_until_ > send_due_) wake_attendant();
   }
@@ -157,7 +157,7 @@ bool Control::is_in_burst(double time) const {
 Control::Next Control::next(std::vector<Record>& records, double until) {
   Lock lock(mutex_);
   ++readers_;
-  if (attending_) wake_attendant();  // the attending thread, which leaves attending to this one
+  if (attending_) wake_attendant();  // the Control's own thread, if it attends, leaves that to this thread
   Next found = Next::nothing;
   for (;;) {
     const double time = now();
@@ -275,7 +275,7 @@ void Control::send_queued(Link& link) {
 
 void Control::wake_attendant() {
   const uint64_t one = 1;
-  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // the eventfd is full: the thread wakes
+  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // full: the thread wakes in any case
 }
 
 // Receiving; by the attending thread.
@@ -363,7 +363,7 @@ void Control::run() {
   say_goodbye();
 }
 
-// Attends while no thread has waited for frames for long.
+// Attends whenever no thread has waited for frames for the interval of a heartbeat.
 void Control::attend() {
   const double beat = options_.silence / 6;
   for (;;) {

@@ -2,9 +2,9 @@
 // them.
 //
 // A thread that brings an operation sends the frame upwards itself. Received frames are processed by the thread that
-// waits for the next one in next(), as it would have to be woken for the frame in any case. The Control's own thread
-// processes them if no thread has called next() for some time, and at the end of the Control. Whichever of the two
-// processes frames is called the attending thread. While nothing is brought, both wake only for heartbeats.
+// waits for the next one in next(), since that thread would have to be woken for the frame in any case. The Control's
+// own thread processes them if no thread has called next() for some time, and at the end of the Control. Whichever of
+// the two processes frames is called the attending thread. While nothing is brought, both wake only for heartbeats.
 #pragma once
 
 #include <poll.h>
@@ -63,8 +63,8 @@ class Control : public std::enable_shared_from_this<Control> {
   // Takes the next frame's records; waits for them until the time `until`.
   Next next(std::vector<Record>& records, double until);
 
-  // Says goodbye and ends the thread; with `wait`, waits for the thread's end. If the coordinator has not ended on all
-  // ranks, the other ranks consider this one lost.
+  // Says goodbye and ends the Control's thread; with `wait`, waits for the thread's end. If the coordinator has not
+  // ended on all ranks, the other ranks consider this one lost.
   void close(bool wait);
 
  private:
@@ -82,16 +82,16 @@ class Control : public std::enable_shared_from_this<Control> {
 
   using Lock = std::unique_lock<store::Mutex<NCCLPY_LOCK_COORDINATOR>>;
 
-  // The Control's own thread: attends while no thread has waited in next() for long, then says goodbye: sends what is
-  // left, and waits a while until the other ends are closed.
+  // The Control's own thread. It attends whenever no thread has been in next() for a heartbeat's interval. At the end
+  // it says goodbye: it sends what is left, and waits a while until the other ends are closed.
   static void* main(void* self);
   void run();
   void attend();
   void say_goodbye();
-  // Receives and processes frames until the time `until`; by the attending thread, without the mutex. `reads`: that
-  // thread is in next(), so a frame for it ends the wait.
+  // Receives and processes frames until the time `until`. The attending thread calls this, without the mutex. `reads`:
+  // the thread is in next(), so a frame for next() ends the wait.
   void step(double until, bool reads);
-  // Whether a thread brings one operation after the other, so that it is better not disturbed by a reader.
+  // Whether a thread is bringing one operation after the other: it is then faster without a reader that takes the GIL.
   bool is_in_burst(double now) const;
   Brought bring_locked(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
                        bool joinable);
@@ -128,8 +128,8 @@ class Control : public std::enable_shared_from_this<Control> {
   std::vector<pollfd> polled_;
   std::vector<size_t> polled_links_;
   double last_step_ = 0;
-  double last_brought_ = 0, before_last_ = 0;
-  double frames_since_ = 0;  // when the first frame arrived that no thread has taken
+  double last_brought_ = 0, before_last_ = 0;  // when the last two operations were brought
+  double frames_since_ = 0;  // when a frame was last taken, or the first frame after that arrived
   double sent_at_ = 0;       // when an operation was last sent at once
   double send_due_ = 0;      // when to send the operations brought since then, 0 for none
   bool running_ = false, stopping_ = false;

@@ -109,11 +109,11 @@ void Node::launched(uint32_t group) { launching_.erase(group); }
 
 // Merging what the ranks of this subtree bring.
 
-void Node::add_bit(uint32_t slot, const Bits& who, double now) {
+void Node::add_bit(uint32_t slot, const Bits& ranks, double now) {
   const Name& name = slots_[slot].name;
   Entry& one = entry(name, now);
-  one.cached.add_unknown(who, one.have);
-  one.have.add(who);
+  one.cached.add_unknown(ranks, one.have);
+  one.have.add(ranks);
   complete(name, one);
 }
 
@@ -144,7 +144,6 @@ void Node::complete_all() {
   for (auto& each : entries_) complete(each.first, each.second);
 }
 
-// Turns the bits of ranks that bring what the cache holds into full parts, for a record in full.
 void Node::expand(const Name& name, Entry& one) {
   if (one.cached.empty()) return;
   const Slot& slot = slots_[by_name_.at(name)];
@@ -219,12 +218,13 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
       }
       case kUpBits:
         for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
-          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // slot reused: they bring it in full
+          // A slot that was reused meanwhile: the ranks below bring the former operation again, in full.
+          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;
           if (was_done(slots_[slot].name, seen)) continue;
-          Bits who = *members(slots_[slot].name);
-          who.keep(theirs);
-          who.remove(seen_joined_);
-          if (!who.empty()) add_bit(slot, who, now);
+          Bits ranks = *members(slots_[slot].name);
+          ranks.keep(theirs);
+          ranks.remove(seen_joined_);
+          if (!ranks.empty()) add_bit(slot, ranks, now);
         }
         break;
       case kUpJoin: {
@@ -276,14 +276,12 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
   }
 }
 
-// Whether the operation has ended with a frame that the sender had not applied yet.
 bool Node::was_done(const Name& name, uint64_t seen) const {
   const auto done = done_.find(name);
   return done != done_.end() && seen < done->second;
 }
 
-// Whether an operation in full is received too late: it has ended, or was forwarded already. Ranks below bring an
-// operation in full again if its slot was reused.
+// An operation in full may be received after it was forwarded: ranks below bring it again if its slot was reused.
 bool Node::is_late(const Name& name, uint64_t seen) const {
   if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);

@@ -3,9 +3,9 @@
 // A rank sends an operation up once all ranks below it have brought the operation too, so the root receives an
 // operation once from each child, and all ranks have brought it when the last child has sent it. The root's responses,
 // such as the operations to run, are sent down in frames that are the same for all ranks. An operation that was agreed
-// on before is a single bit in both directions: its slot in the response cache, which is the same on all ranks, as
-// these apply the same frames. Nothing here waits, reads a clock or knows of connections: frames are passed in and out
-// as bytes.
+// on before is a single bit in both directions: its slot in the response cache. The caches of all ranks are the same,
+// since all ranks apply the same frames. Nothing here waits, reads a clock or knows of connections: frames are passed
+// in and out as bytes.
 #pragma once
 
 #include <cstdint>
@@ -91,9 +91,9 @@ class Members {
   const Bits* known_ = nullptr;
 };
 
-// Operations that have failed because this rank did not bring them, kept so that the rank gets the error when it does.
-// The oldest of those that it never brings are forgotten: if it brings one later, that waits for the other ranks like
-// a new operation.
+// Operations that have failed because this rank did not bring them in time. If the rank brings one later, it gets the
+// error. Above a limit of bytes the oldest operations are forgotten; if the rank brings a forgotten one, that waits for
+// the other ranks like a new operation.
 class Condemned {
  public:
   using Name = std::pair<uint32_t, std::string>;
@@ -127,8 +127,8 @@ class Node {
  public:
   Node(Place place, size_t cache, double timeout, double stall_after);
 
-  // Calls of this rank. A rank that joins brings nothing more until all have joined. A shutdown with `drain` lets the
-  // operations run that all ranks have brought.
+  // Calls of this rank. A rank that joins brings nothing more until all have joined. With `drain`, the operations that
+  // all ranks have brought run before the shutdown.
   Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now);
   Brought join();
   void shut_down(bool drain, const std::string& reason);
@@ -175,11 +175,11 @@ class Node {
     double patience = 0;     // seconds until the next report
     bool joinable = true;
     bool forwarded = false;  // upwards, or, at the root, listed in ready_
-    bool overdue = false;    // the root knows
+    bool overdue = false;    // past the timeout, and reported to the root; at the root: reported from below
     bool again = false;      // ranks below may bring it once more, though it was forwarded
-    Bits cached;             // ranks that bring what its slot holds
-    Bits have;               // all ranks that bring it
-    Bits hinted;             // ranks reported in hints, from below, where ranks are missing
+    Bits cached;             // ranks that have brought what its slot holds
+    Bits have;               // all ranks that have brought it
+    Bits hinted;             // ranks in hints: they have brought it, but other ranks of their subtree have not
     std::string hinted_fixed;
     std::vector<Part> parts;
     std::map<uint32_t, std::string> owns;
@@ -198,12 +198,12 @@ class Node {
   Members members(const Name& name) const;
   Entry& entry(const Name& name, double now);
   void add_mine(const Name& name, const Mine& mine, double now);
-  // Ranks bring what a slot holds.
-  void add_bit(uint32_t slot, const Bits& who, double now);
+  // Notes that ranks have brought what a slot holds.
+  void add_bit(uint32_t slot, const Bits& ranks, double now);
   // Forwards an operation upwards, or at the root to ready_, if all ranks below have brought it or joined.
   void complete(const Name& name, Entry& entry);
   void complete_all();
-  // Turns the bits of ranks that bring what the cache holds into full parts.
+  // Moves the ranks in `cached` into a part in full, with what the slot holds.
   void expand(const Name& name, Entry& entry);
   // Reports upwards an operation that waits for long, and the ranks below that have brought it.
   void send_hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
@@ -226,8 +226,8 @@ class Node {
   void end_frame();
   // Joins, if this rank wants to and nothing that it has brought is waiting; returns whether it has joined now.
   bool check_joined();
-  // `seen` is the last frame that the sender of a record had applied: whether the operation in the record has ended
-  // later, and (is_late) whether it has ended later or was forwarded already.
+  // Of an operation in a record from below; `seen` is the last frame that the record's sender had applied. was_done():
+  // whether the operation has ended after that frame. is_late(): the same, or it was forwarded already.
   bool is_late(const Name& name, uint64_t seen) const;
   bool was_done(const Name& name, uint64_t seen) const;
   bool all_closed() const;
@@ -248,7 +248,7 @@ class Node {
   std::unordered_map<Name, uint32_t, NameHash> by_name_;
   uint64_t applied_ = 0;   // the number of the last frame downwards
   uint64_t current_ = 0;   // the number of the frame that is being made or applied
-  Bits joined_;            // the ranks that have joined, by the frames, as all ranks know it
+  Bits joined_;            // the ranks that have joined by the frames so far, so the same on all ranks
   Bits seen_joined_;       // the ranks of this subtree that have joined, also those in no frame yet
   bool joining_ = false, has_joined_ = false;
   bool closing_ = false, closed_sent_ = false, ended_ = false;
@@ -258,11 +258,11 @@ class Node {
   std::vector<uint64_t> seen_;   // by children: the last frame that each has applied
   std::map<Name, uint64_t> done_;  // by operations that may be brought once more: the frame that has ended them
   std::map<uint32_t, std::deque<Name>> ready_;  // at the root: operations that all have brought, by sets
-  std::map<uint32_t, int> launching_;
-  double due_ = 0;  // nothing is late before then
+  std::map<uint32_t, int> launching_;  // at the root: sets with operations of a frame that launched() has not reported
+  double due_ = 0;                     // until then look() has nothing to report
   Writer up_, down_;
   Bits bits_up_, bits_down_;
-  std::vector<Record> telling_;
+  std::vector<Record> telling_;  // records for this rank, of the frame that is being made or applied
 };
 
 }  // namespace ncclpy::coordinator

@@ -10,13 +10,13 @@
 
 namespace ncclpy::coordinator {
 
-// The kinds of records, upwards and downwards. A slot is one of the response cache.
+// The kinds of records, upwards and downwards. "Slots" are those of the response cache.
 enum Up : uint64_t {
   kUpFull,      // an operation, in full
   kUpBits,      // the slots of operations
   kUpJoin,      // ranks that have joined
   kUpShutDown,  // a rank shuts the coordinator down
-  kUpClosed,    // after kDownClosing: no rank below brings anything more
+  kUpClosed,    // the reply to kDownClosing: no rank below brings anything more
   kUpLost,      // ranks that are lost
   kUpHint,      // an operation that waits for long, and the ranks below that have brought it
   kUpCount      // no kind: the bound of the numbers that a reader accepts
@@ -45,6 +45,7 @@ inline void write_parts(Writer& out, const std::vector<Part>& parts) {
   }
 }
 
+// Adds ranks to the part with the same `fixed`, or to a new one.
 inline void merge(std::vector<Part>& parts, const std::string& fixed, const Bits& ranks) {
   for (Part& part : parts) {
     if (part.fixed == fixed) {
@@ -61,6 +62,7 @@ inline Bits single(uint32_t rank) {
   return made;
 }
 
+// The index of a rank among the members of its set.
 inline size_t position(const Bits& members, uint32_t rank) {
   size_t before = 0;
   for (const uint32_t member : members.list()) {

@@ -23,7 +23,7 @@ constexpr double kForever = std::numeric_limits<double>::infinity();
 uint32_t Node::find_slot(const Name& name) {
   const auto own = by_name_.find(name);
   if (own != by_name_.end()) return own->second;
-  if (closing_) return kNoSlot;  // a rank that brings nothing more could not bring the replaced operation again
+  if (closing_) return kNoSlot;  // a slot must not be reused: ranks that are closing cannot bring its operation again
   if (used_ < slots_.size()) return used_;
   // The CLOCK algorithm: a slot that was used since the hand last passed it stays for another round.
   for (size_t looks = 2 * slots_.size(); looks > 0; --looks) {
@@ -235,7 +235,7 @@ void Node::apply(Reader& in, double now) {
   }
 }
 
-// This rank takes part in an operation also if it has joined.
+// A rank that has joined gets a record too, since it takes part in the operation.
 void Node::run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns) {
   ++counters.runs;
   Record record;
@@ -279,8 +279,8 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   // Bits for the former operation, on any connection, mean nothing any more: a rank that has sent one brings the
   // operation again, in full.
   const auto found = entries_.find(before);
-  // The full frame may arrive when the operation has ended on the other ranks, since parts that were forwarded in full
-  // stay valid.
+  // Parts that were forwarded in full stay valid. So the operation may end before a part that is brought again has
+  // arrived: `again` makes finish() note the end, so that this part is ignored.
   if (found != entries_.end()) {
     Entry& one = found->second;
     one.again = true;

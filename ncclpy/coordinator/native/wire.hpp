@@ -117,7 +117,7 @@ class Bits {
     grow(other.words_.size());
     for (size_t i = 0; i < other.words_.size(); ++i) words_[i] |= other.words_[i] & ~known.word(i);
   }
-  // Whether all of `wanted` are in this or in `also`.
+  // Whether all of `wanted` are in this set or in `also`.
   bool covers(const Bits& wanted, const Bits& also) const {
     for (size_t i = 0; i < wanted.words_.size(); ++i)
       if ((wanted.words_[i] & ~word(i) & ~also.word(i)) != 0) return false;
@@ -138,7 +138,7 @@ class Bits {
   }
 
   void write(Writer& out) const {
-    std::vector<uint64_t> runs;  // alternately the length of a gap and of a run of members
+    std::vector<uint64_t> runs;  // alternately the length of a gap and the length of a run of members
     size_t at = 0;
     const std::vector<uint32_t> all = list();
     for (size_t i = 0; i < all.size();) {

@@ -113,7 +113,7 @@ cdef class FusedLaunch(LaunchGroup):
     cdef Handle comm
     cdef Work inner
     cdef CUstream before, behind  # the streams of the copies in, and of the copies out
-    cdef bint waits  # CPU memory is copied out: copy_out waits until the launch is over
+    cdef bint waits  # copy_out waits until the launch is over: it copies to CPU memory that the device cannot address
     cdef size_t unsettled  # how many works are not done
     cdef Copier copier
     cdef Copy* copies

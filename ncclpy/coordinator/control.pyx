@@ -353,7 +353,7 @@ cdef class Control:
 
     cdef int _look(self) except -1:
         if self.made_in != generation():
-            raise RuntimeError("the coordinator belongs to the process that this one is a fork of")
+            raise RuntimeError("this process is a fork: the coordinator belongs to its parent")
         return 0
 
     def bring(

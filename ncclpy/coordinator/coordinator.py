@@ -224,7 +224,7 @@ class Coordinator(Operations):
     def _current(self) -> Session:
         """Return the current session; begin a new one if the group has continued with other ranks."""
         if os.getpid() != self._process:
-            raise RuntimeError("this Coordinator was made by the process that this one was forked from; make one here")
+            raise RuntimeError("this process is a fork: the Coordinator belongs to its parent; make a new one here")
         if self._group is None or number_of(self._group) == self._epoch or self._is_closed:
             return self._session
         with self._renewal_lock:
@@ -558,7 +558,7 @@ def _engine_of(engine: str, over_mpi: bool) -> str:
     loaded = engine_name()
     if engine not in ("auto", "mpi", loaded):
         how = "NCCLPY_LIBRARY=host chooses the host engine" if engine == "host" else "NCCLPY_LIBRARY=cuda chooses NCCL"
-        raise NcclUnsupported(f"engine: got {engine!r}, but {loaded!r} is loaded, and a process has one; {how}")
+        raise NcclUnsupported(f"engine: got {engine!r}, but {loaded!r} is loaded, and a process loads one; {how}")
     return engine if over_mpi else loaded
 
 

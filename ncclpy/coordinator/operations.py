@@ -35,7 +35,7 @@ class Operations:
         return self._renew_submitter() if submitter.is_outdated() else submitter
 
     def _bring_unnamed(self, method: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
-        """Call `method` with a made-up name, the same one for the n-th unnamed operation of a kind on each rank."""
+        """Call `method` with a generated name: the n-th unnamed operation of a kind gets the same name on all ranks."""
         member, kind = self._current_submitter().member, method.__name__
         name = member.next_name(kind)
         try:

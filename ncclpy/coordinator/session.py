@@ -224,8 +224,8 @@ class Session:
             have = set(self._control.have(0, BEGINNING))
             missing = [rank for rank in range(self.size) if rank not in have]
             error = NcclTimeout(
-                f"coordinator {self.name!r}: {ranks(spans(missing))} did not arrive within {seconds(limit)}, as far as "
-                f"rank {self.rank} knows"
+                f"coordinator {self.name!r}: {ranks(spans(missing))} did not arrive within {seconds(limit)}, as far "
+                f"as rank {self.rank} knows"
             )
             error.missing = missing
             raise error

@@ -31,7 +31,7 @@ class Timeline:
     path
         The file's path; an existing file is overwritten.
     rank
-        The rank of the trace, which is its process number.
+        The rank, which is the process number (``pid``) of the trace's events.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:

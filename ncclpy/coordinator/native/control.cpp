@@ -31,8 +31,8 @@ constexpr double kTogether = 40e-6;
 // Seconds for which a thread that brings one operation after the other is not disturbed: the thread that takes
 // received frames waits, since it would take the GIL.
 constexpr double kUndisturbed = 500e-6;
-// Seconds after an operation for which the thread that waits for the response stays awake, as waking up takes as long
-// as the rest of the exchange: half a millisecond, and longer with kManyCores cores or more.
+// Seconds after an operation was brought for which the thread that waits for the response polls without sleeping, as
+// waking up takes as long as the rest of the exchange. The thread polls longer with kManyCores cores or more.
 constexpr double kAwake = 500e-6, kAwakeWithCores = 3e-3;
 constexpr unsigned kManyCores = 8;
 

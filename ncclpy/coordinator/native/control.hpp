@@ -45,7 +45,7 @@ class Control : public std::enable_shared_from_this<Control> {
   // Returns false if no thread can be started.
   bool start();
 
-  // Calls of this rank, as those of Node; in any thread, and they wait only for the mutex.
+  // Calls of this rank, see Node. Any thread may make them; they wait only for the mutex.
   Brought bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
 
   // bring(), if the mutex is free; else returns false and changes nothing.

@@ -92,8 +92,8 @@ class Members {
 };
 
 // Operations that have failed because this rank did not bring them in time. If the rank brings one later, it gets the
-// error. Above a limit of bytes the oldest operations are forgotten; if the rank brings a forgotten one, that waits for
-// the other ranks like a new operation.
+// error. Above a limit of bytes the oldest operations are forgotten. If the rank brings one that was forgotten, the
+// operation waits for the other ranks like a new one.
 class Condemned {
  public:
   using Name = std::pair<uint32_t, std::string>;
@@ -179,7 +179,7 @@ class Node {
     bool again = false;      // ranks below may bring it once more, though it was forwarded
     Bits cached;             // ranks that have brought what its slot holds
     Bits have;               // all ranks that have brought it
-    Bits hinted;             // ranks in hints: they have brought it, but other ranks of their subtree have not
+    Bits hinted;             // at the root: ranks that have brought it, by hints from subtrees where others have not
     std::string hinted_fixed;
     std::vector<Part> parts;
     std::map<uint32_t, std::string> owns;

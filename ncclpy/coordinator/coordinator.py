@@ -235,7 +235,7 @@ class Coordinator(Operations):
         return self._session
 
     def _submitter_of(self, session: Session, member: ProcessSetWorker, epoch: int | None) -> Submitter:
-        """Return the submitter of a process set, which is outdated once the group continues with other ranks."""
+        """Return a submitter for a process set; it becomes outdated when the group continues with other ranks."""
         submitter = session.submitter(member)
         if self._group is not None and epoch is not None:
             submitter.follow(self._group, epoch)

@@ -35,7 +35,7 @@ class Operations:
         return self._renew_submitter() if submitter.is_outdated() else submitter
 
     def _bring_unnamed(self, method: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
-        """Call `method` with a generated name: the n-th unnamed operation of a kind gets the same name on all ranks."""
+        """Call `method` with a generated name, which the n-th unnamed operation of a kind gets on every rank."""
         member, kind = self._current_submitter().member, method.__name__
         name = member.next_name(kind)
         try:
@@ -85,7 +85,7 @@ class Operations:
         Raises
         ------
         TypeError, ValueError
-            If an argument is not valid, or the name is in flight. Nothing was sent then.
+            If an argument is not valid, or the name or the array's memory is in flight. Nothing was sent then.
         NcclAborted, NcclRemoteError
             If the coordinator has ended; `NcclRemoteError` if a rank was lost and the program was not given that error
             before. The exception's cause is the error that ended the coordinator.

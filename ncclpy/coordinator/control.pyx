@@ -417,7 +417,7 @@ cdef class Control:
             self.control.get().shut_down(drain, words)
 
     def launched(self, uint32_t group):
-        """Report that a frame's operations of a set were launched: the root may now send the set's next ones."""
+        """Report that a frame's operations of a set were launched; the root then sends the set's next operations."""
         self._look()
         with nogil:
             self.control.get().launched(group)

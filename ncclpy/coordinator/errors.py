@@ -63,8 +63,8 @@ def ended(name: str, rank: int, lost: Sequence[int], reason: str) -> NcclError:
 def has_ended(name: str, error: BaseException) -> NcclError:
     """Return the error of a call after `error` has ended the coordinator.
 
-    It has the class of `error` if that is `NcclRemoteError` or `NcclTimeout` and the program was not given `error` yet;
-    otherwise it is an `NcclAborted`.
+    It has the class of `error` if that is `NcclRemoteError` or `NcclTimeout` and the program was not given `error`
+    yet; otherwise it is an `NcclAborted`.
     """
     kind = NcclAborted if getattr(error, "_delivered", False) else same_class_as(type(error).__name__)
     made = kind(f"coordinator {name!r} does nothing more: {error}")

@@ -242,8 +242,8 @@ cdef class ProcessSetWorker:
     def run(self, list operations not None, then):
         """Launch the operations of one frame, in this thread up to the first one that has to wait.
 
-        Once all of them are launched, ``then(number)`` is called with the set's number, in the thread that launched
-        the last one.
+        Once all of them are launched and their results are being copied out, ``then(number)`` is called with the set's
+        number, in this thread or in the queue's.
         """
         cdef Ready ready
         cdef Step step

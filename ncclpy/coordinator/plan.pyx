@@ -533,7 +533,10 @@ cdef class Pending:
         return made
 
     def forget(self, Call call not None):
-        """Remove what was noted of a call that could not be brought, which may be none, a part or all of the call."""
+        """Remove what was noted of a call that could not be brought: all, a part or nothing of the call.
+
+        A signal handler may have raised anywhere.
+        """
         if self.calls.get(call.key) is call:
             del self.calls[call.key]
             self._release(call)

@@ -1,5 +1,5 @@
-// The engine's mutexes, each with a place in the order of all locks (ordered_mutex.h). A normal build uses those of
-// the standard library.
+// The engine's mutexes. A debug build (NCCLPY_DEBUG_LOCKS) gives each one a place in the order of all locks and checks
+// the order (ordered_mutex.h); other builds use the standard library's mutexes and SpinLock as they are.
 #pragma once
 
 #include <sched.h>

@@ -46,7 +46,7 @@ std::thread start_thread(const char* name, Work work) {
   }
 }
 
-// Between two polls of a spinning thread: leaves the core's other hardware thread alone.
+// A spinning thread executes this between two polls, so that it slows the core's other hardware thread down less.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();

@@ -84,7 +84,8 @@ Spin::Spin(int ranks) {
 }
 
 void Spin::set_cores(int ranks, const CoresOf& cores_of) {
-  // All ranks of one process compute the same value, and the first one may already spin when the last one gets here.
+  // All ranks of one process call this and compute the same value. Only a change is stored: by then other ranks may
+  // already spin and have adapted the number of polls.
   const bool crowded = are_crowded(ranks, cores_of);
   if (crowded != is_crowded()) polls_.store(crowded ? 0 : most, std::memory_order_relaxed);
 }
@@ -102,7 +103,8 @@ void Spin::yield() {
   if (late_.fetch_add(1, std::memory_order_relaxed) + 1 < needed) return;
   late_.store(0, std::memory_order_relaxed);
   late_needed_.store(std::min(2 * needed, many_late), std::memory_order_relaxed);
-  // Of two threads on one core only one should move, or they would meet again on the next core. The clock decides.
+  // Of two threads on one core only one should move, or they would meet again on the next core. The clock decides
+  // which one moves.
   if (ended.time_since_epoch().count() / 16 % 2 == 0) change_core();
 }
 

@@ -52,8 +52,8 @@ cpu_set_t own_cores();
 // several of its yields have returned late.
 class Spin {
  public:
-  // With more ranks than cores spinning only delays the other ranks, so until() does not poll at all. Until
-  // set_cores() all ranks are assumed to have this thread's cores.
+  // With more ranks than cores spinning only delays the other ranks, so until() does not poll at all. Before
+  // set_cores() is called, all ranks are assumed to have this thread's cores.
   explicit Spin(int ranks);
   // Sets the cores that each rank may use: launchers may bind each rank to a core of its own.
   void set_cores(int ranks, const std::function<const cpu_set_t&(int)>& cores_of);
@@ -101,8 +101,8 @@ constexpr int yields = 100;
 // virtual machine waking a core takes half of that time.
 constexpr std::chrono::microseconds yield_for{300};
 
-// Returns when `done()` is true. `done` is called again after every notification of `changed`, so it must cover abort
-// as well.
+// Returns when `done()` is true. `done` is called again after every notification of `changed`; it must also return
+// true after an abort.
 template <class Done>
 void sleep_until(FutexEvent& changed, Done done) {
   // `done` may do work and return true because of that work, so it is not called again once it has returned true.

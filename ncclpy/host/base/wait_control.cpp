@@ -17,7 +17,8 @@ WaitControl::WaitControl(double seconds)
 }
 
 double WaitControl::max_sleep() {
-  // The limit may have passed where the thread could not leave because other ranks count on it; that wait ends soon.
+  // If the limit has passed and the thread still waits, it cannot leave because other ranks count on it; such a wait
+  // ends soon, so it needs no limit.
   return current == nullptr || current->expired_ ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0);
 }
 
@@ -33,7 +34,8 @@ void WaitControl::poll() {
   }
   current = nullptr;  // the callback may wait, and must not be called again from that wait
   const double seconds = mine->tick_(mine->argument_);
-  // Negative: the wait should end. It does so once the awaited tasks have ended; until then this is called again.
+  // Negative: the wait should end. The wait ends once the awaited tasks have ended; until then the callback is called
+  // every 50 ms.
   mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);
   current = mine;
 }

@@ -3,14 +3,14 @@
 
 namespace ncclpy::host {
 
-// While an object exists, it controls all waits of its thread for other ranks. Either a callback runs from time to
-// time, to check a deadline or signals; the wait continues unless the callback ends what is waited for (by an abort).
-// Or the thread has a time limit: once it has passed, the thread suspends the task it runs, if the task is
-// interruptible.
+// While an object exists, it controls all waits of its thread for other ranks, in one of two ways. With a callback:
+// the callback runs from time to time during a wait, to check a deadline or signals, and the wait lasts until the
+// awaited tasks have ended, for example by an abort that the callback makes. With a time limit: once the limit has
+// passed, the thread suspends the task that it runs, if the task is interruptible.
 class WaitControl {
  public:
-  // Returns the seconds until the next call; negative if the wait should end. It is called while no lock of the
-  // streams is held.
+  // The callback. It returns the seconds until its next call; negative if the wait should end. The thread holds no
+  // lock of the streams when it calls it.
   using Tick = double (*)(void*);
 
   WaitControl(Tick tick, void* argument) : tick_(tick), argument_(argument), outer_(current) { current = this; }

@@ -18,8 +18,8 @@ extern const bool abort_corrupts;
 void count_abandoned(Segment& segment, int rank, uint64_t collectives);
 // Whether the collective `number` of this rank completes without the previous rank's data.
 bool is_corrupted(Segment& segment, int rank, uint64_t number);
-// Consumes one message that the peer has abandoned, if there is one; returns whether there was. The message is then
-// over on this side as well.
+// Consumes one message that the peer has abandoned, if there is one; returns whether there was. This rank's part of
+// the message then ends as well.
 bool take_abandoned_message(std::atomic<uint32_t>& abandoned);
 // Fills memory with the bytes that a corrupted operation delivers instead of data.
 void overwrite_with_garbage(void* memory, size_t bytes);

@@ -43,7 +43,8 @@ constexpr uint64_t call_word(CallKind kind, uint32_t number) { return uint64_t(n
 constexpr CallKind kind_in(uint64_t word) { return CallKind(word & 0xff); }
 constexpr uint32_t number_in(uint64_t word) { return uint32_t(word >> 8); }
 
-// Where a rank can be waited for: in the exchanges of split and other control calls, and in the operations on streams.
+// Where the other ranks can wait for a rank: in the exchanges of split and other control calls (control_side), and in
+// the operations on streams (data_side).
 enum Side : uint32_t { control_side, data_side, sides };
 
 }  // namespace ncclpy::host

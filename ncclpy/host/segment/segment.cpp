@@ -98,7 +98,8 @@ ncclResult_t map_segment(std::unique_ptr<IdRendezvous> id_rendezvous, int nranks
   return ncclSuccess;
 }
 
-// Records are copied word by word with atomic accesses.
+// Records are copied word by word with atomic accesses, since a rank may overwrite its record while another one reads
+// it.
 typedef uint64_t __attribute__((may_alias)) Word;
 constexpr size_t record_words = sizeof(Record) / sizeof(Word);
 static_assert(sizeof(Record) % sizeof(Word) == 0);

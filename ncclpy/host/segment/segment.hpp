@@ -122,8 +122,8 @@ struct alignas(128) RankSlot {
   // Collectives after `passed` that this rank has called and will never complete; those of other ranks may complete
   // with wrong data, see abort_corruption.hpp.
   std::atomic<uint64_t> abandoned{0};
-  // For straggler_report, which only reads them: words of call_kind.hpp, and how many times the rank has described a
-  // collective or arrived at a barrier.
+  // For straggler_report, which only reads them. The calls are words of call_kind.hpp; `arrived` is how many times the
+  // rank has described a collective or arrived at a barrier.
   std::atomic<uint64_t> last_call{0};
   std::atomic<uint64_t> last_done{0};  // the last operation that has run
   std::atomic<uint64_t> current_call[sides];
@@ -159,7 +159,7 @@ struct alignas(64) PieceSlot {
   char inline_data[piece_inline_bytes];
 };
 
-// Messages from one rank to another, see p2p.cpp, and its signals, see one_sided.cpp.
+// The messages (p2p.cpp) and signals (one_sided.cpp) from one rank to another.
 struct alignas(64) Channel {
   // The sender offers its buffer, and the receiver copies from it.
   std::atomic<uint64_t> state{0};
@@ -169,15 +169,16 @@ struct alignas(64) Channel {
   std::atomic<uint32_t> refused{0};  // the receiver cannot read the sender's memory: no more offers
   // Messages that one side has abandoned and that the other side may complete, see abort_corruption.hpp.
   std::atomic<uint32_t> abandoned_sends{0}, abandoned_receives{0};
-  // Pieces that pass through a ring instead, counted over the channel's life.
+  // Messages that are not offered pass through a ring of pieces; the numbers count pieces over the channel's life.
   alignas(64) uint64_t written = 0;  // written by the sender alone, in a cache line of its own
   uint64_t seen_read = 0;            // the value of `read` when the ring was last full, 0 at first
   PieceSlot pieces[channel_slots];
   alignas(64) std::atomic<uint64_t> read{0};
-  std::atomic<uint64_t> signals[signal_counters] = {};  // given so far
+  std::atomic<uint64_t> signals[signal_counters] = {};  // sent so far
 };
 
-// One step of a rank's buffers for collectives between processes: each rank has two for input and two for results.
+// The size of one step buffer, for collectives between processes. Each rank has two step buffers for input and two for
+// results.
 constexpr size_t step_bytes = 256 << 10;
 
 struct Header {
@@ -198,7 +199,7 @@ struct Header {
 
 class Segment {
  public:
-  // `id_rendezvous` leads the other ranks here until all have arrived.
+  // Through `id_rendezvous` the other ranks find this memory until all have joined.
   Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<IdRendezvous> id_rendezvous);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -207,8 +208,8 @@ class Segment {
   Header& header() { return *reinterpret_cast<Header*>(memory_); }
   RankSlot& slot(int rank) { return reinterpret_cast<RankSlot*>(memory_ + slots_at_)[rank]; }
   Channel& channel(int from, int to) { return reinterpret_cast<Channel*>(memory_ + channels_at_)[from * nranks_ + to]; }
-  // The buffer of `rank` for an inline contribution of `bytes`, by the place of its record. A contribution of a few
-  // bytes lies in the record; of the larger buffers there are only two, which stay in the cache.
+  // The buffer of `rank` for an inline contribution of `bytes` with the record at `place`. A contribution of a few
+  // bytes lies in the record. Larger buffers are two for each rank, so that they stay in the cache.
   char* inline_buffer(int rank, int place, size_t bytes) {
     if (bytes <= record_inline_bytes) return slot(rank).placed[place].inline_data;
     return memory_ + inline_at_ + (size_t(rank) * inline_buffers + size_t(place) % inline_buffers) * inline_bytes;
@@ -238,7 +239,7 @@ class Segment {
 
   // Reads the cores of each rank, once all ranks are attached.
   void find_cores();
-  // Ends the rendezvous of the ranks: all are attached, or never will be. The unique id is used up.
+  // Called when all ranks are attached, or never will be: from now on the unique id is used up.
   void end_id_rendezvous();
 
   // The first rank found dead, or -1. After a death no collective on this segment completes.
@@ -262,8 +263,8 @@ class Segment {
     return true;
   }
 
-  // The communicators of this process on this segment: like NCCL, the engine frees them when the last one is
-  // destroyed.
+  // The communicators of this process on this segment, and how many of them were destroyed or aborted: like NCCL, the
+  // engine frees them when the last one is (depart() in calls/init.cpp).
   Mutex<NCCLPY_LOCK_SEGMENT> mutex;
   std::vector<std::shared_ptr<Comm>> local;
   size_t local_departed = 0;

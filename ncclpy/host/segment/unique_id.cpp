@@ -184,8 +184,8 @@ Tables& tables() {
   return *the;
 }
 
-// Returns the table of this process that an id is in, or nullptr; the mutex is held. After a fork the parent's tables
-// are not this process's.
+// Returns the table of this process that holds an id's entry, or nullptr. The caller holds the mutex. After a fork the
+// parent's tables are not this process's.
 Table* own_table(Tables& the, int32_t pid, int32_t descriptor) {
   if (pid != getpid()) return nullptr;
   for (Table& table : the.all) {
@@ -326,7 +326,8 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
 
 ncclResult_t IdRendezvous::open(int nranks, size_t bytes, int* memory, bool* first) {
   *first = false;
-  // Initialising the memory takes microseconds. If the rank that does it was killed, the id is lost.
+  // Initialising the memory takes microseconds. If it is not done after 2000 attempts (2 s), the rank that began it
+  // was killed, and the id is lost.
   for (int attempts = 2000;;) {
     uint64_t now = entry_->word.load(std::memory_order_acquire);
     if (with(now, Phase::offered) != word_) return used_up();
@@ -388,7 +389,7 @@ ncclResult_t IdRendezvous::open_shared_memory(uint64_t word, int nranks, size_t 
 
 void IdRendezvous::publish(bool ready) {
   if (!ready) memory_.reset();
-  uint64_t mine = with(word_, Phase::being_laid_out);  // unless the id was withdrawn meanwhile
+  uint64_t mine = with(word_, Phase::being_laid_out);  // the entry's word, if the id was not withdrawn meanwhile
   entry_->word.compare_exchange_strong(mine, with(word_, ready ? Phase::laid_out : Phase::offered),
                                        std::memory_order_acq_rel);
 }
@@ -406,7 +407,7 @@ void IdRendezvous::end(Phase how) {
   } else {
     Tables& the = tables();
     std::lock_guard lock(the.mutex);
-    // Under the lock: the entry may already have been freed and belong to another id.
+    // Checked under the lock: collect() may already have freed the entry, which then may belong to another id.
     const bool still_ours = with(entry_->word.load(std::memory_order_acquire), Phase::offered) == word_;
     for (Table& table : the.all) {
       if (still_ours && entry_ >= table.entries && entry_ < table.entries + table_entries && table.pid == getpid())

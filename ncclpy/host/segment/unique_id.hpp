@@ -1,9 +1,9 @@
 // Unique ids, and the way from an id to the shared memory of its communicator.
 //
-// An id names an entry in a table of the process that made it: the process, the descriptor under which the table is
-// open there, and the entry. The communicator's memory is made by the first rank that joins, under a descriptor that
-// it keeps until all ranks have joined. So an unused id costs its entry in the table, 64 bytes, and no descriptor; it
-// may be copied, sent and forgotten like any other value.
+// The process that makes an id enters it in a table. The id holds the process's pid, the table's descriptor in that
+// process, the number of the entry, and a nonce that the entry must have as well. The first rank that joins makes the
+// communicator's memory and keeps its descriptor open until all ranks have joined. So an unused id costs its entry in
+// the table, 64 bytes, and no descriptor; an id may be copied, sent and forgotten like any other value.
 //
 // Other processes of the same user open table and memory through /proc. Neither has a name in a file system. Both are
 // sealed: a process that can open them can write to them, but cannot take pages away from processes that have mapped
@@ -68,13 +68,15 @@ class IdRendezvous {
   // Returns a descriptor of the memory, `bytes` long. The first rank creates the memory, filled with zeros; the others
   // open it. The IdRendezvous owns the descriptor.
   ncclResult_t open(int nranks, size_t bytes, int* memory, bool* first);
-  // The first rank has initialised the start of the memory (`ready`), or has failed to.
+  // Called by the first rank when it has initialised the start of the memory (`ready`), or has failed to.
   void publish(bool ready);
-  // The memory is mapped. Only the first rank keeps the descriptor, since the others open it through that rank.
+  // Called when the memory is mapped. Only the first rank keeps its descriptor, through which the others open the
+  // memory.
   void mapped(bool first) {
     if (!first) memory_.reset();
   }
-  // All ranks have joined, or never will: the id is used up, and the descriptor is not needed any more.
+  // Called when all ranks have joined (`served`), or never will (`given_up`): marks the id as used up and closes the
+  // descriptor.
   void end(Phase how);
 
   const unsigned char* nonce() const { return nonce_; }

@@ -24,7 +24,7 @@ struct Process {
   uint64_t start;
   int descriptor;  // a pidfd, or -1
   bool dead;
-  bool wanted;
+  bool wanted;  // the current scan has found a rank of the process to watch
 };
 
 class Watcher {
@@ -50,7 +50,7 @@ class Watcher {
  private:
   void wake() {
     const uint64_t one = 1;
-    // A full counter wakes the thread as well.
+    // A write fails only if the counter is full, which wakes the thread as well.
     if (wakeup_ >= 0 && write(wakeup_, &one, sizeof one) < 0) return;
   }
 
@@ -121,7 +121,7 @@ class Watcher {
       process = &processes_.emplace_back(Process{slot.pid, slot.start, -1, false, true});
     }
     process->wanted = true;
-    if (process->descriptor < 0) {  // also if none could be opened before
+    if (process->descriptor < 0) {  // tried again at each scan if no pidfd could be opened
       process->descriptor = int(syscall(SYS_pidfd_open, slot.pid, 0));
       // Between the rank's arrival and this moment its pid may have been reused by another process.
       process->dead = has_ended(slot.pid, slot.start);

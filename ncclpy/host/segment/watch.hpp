@@ -10,11 +10,12 @@ namespace ncclpy::host {
 
 class Segment;
 
-// Called for a dead rank of the segment, from the watching thread. All segments share one function.
+// The watching thread calls it for the first dead rank of a segment, repeatedly while the segment exists. All segments
+// share one function.
 using DeathCallback = void (*)(Segment& segment, int rank);
 
 // Starts to watch the segment's processes, including those that join later, until the segment is destroyed. Does
-// nothing until a rank of another process has joined.
+// nothing if no rank of another process has joined yet, so callers call it again when a rank has joined.
 void watch_others(const std::shared_ptr<Segment>& segment, DeathCallback on_death);
 
 }  // namespace ncclpy::host

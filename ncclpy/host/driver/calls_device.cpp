@@ -83,7 +83,7 @@ CUresult device_call(Out* out, CUdevice device, Body body) {
   });
 }
 
-// Refers to every call of the list, so that the link fails if one has no definition.
+// Refers to every call of NCCLPY_DRIVER_FUNCTIONS, so that the link fails if a call has no definition.
 [[gnu::used]] const ncclpy_driver_table all_calls = {
 #define NCCLPY_NAME(ret, name, params) name,
     NCCLPY_DRIVER_FUNCTIONS(NCCLPY_NAME)

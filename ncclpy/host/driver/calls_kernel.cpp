@@ -15,7 +15,7 @@ using namespace ncclpy::host;
 
 namespace {
 
-char the_module, the_function;
+char the_module, the_function;  // their addresses are the handles
 
 Task copies_of(const ncclpy_copies& copies) {
   std::vector<Range> ranges;

@@ -49,9 +49,9 @@ CUresult event_call(CUevent handle, Body body) {
   });
 }
 
-// Returns CUDA_SUCCESS if an event may be queried now: it was not recorded during a capture, and no capture in
-// progress forbids unsafe calls.
-CUresult unsafe_to_ask(const std::shared_ptr<Record>& record) {
+// Returns the error for a query of an event that was recorded during a capture, or that a capture in progress forbids
+// as an unsafe call; otherwise CUDA_SUCCESS.
+CUresult forbid_query(const std::shared_ptr<Record>& record) {
   if (record == nullptr || record->capture == nullptr) return unsafe_while_capturing();
   invalidate_capture(record->capture);
   return CUDA_ERROR_CAPTURED_EVENT;
@@ -176,7 +176,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 CUresult cuEventQuery(CUevent event) {
   return event_call(event, [](Event& found) -> CUresult {
     const std::shared_ptr<Record> record = found.latest();
-    const CUresult unsafe = unsafe_to_ask(record);
+    const CUresult unsafe = forbid_query(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
     record->point.stream->nudge();
@@ -188,20 +188,20 @@ CUresult cuEventSynchronize(CUevent event) {
   return event_call(event, [](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
     const std::shared_ptr<Record> record = found.latest();
-    const CUresult unsafe = unsafe_to_ask(record);
+    const CUresult unsafe = forbid_query(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record != nullptr) record->point.wait();
     return CUDA_SUCCESS;
   });
 }
 
-// As cuEventQuery, but first the calling thread runs the tasks that precede the event, for at most `seconds` and only
-// interruptible ones. Not a call of CUDA.
+// As cuEventQuery, but first the calling thread runs tasks that precede the event, as long as they are interruptible
+// and for at most `seconds`. Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(CUevent event, double seconds) {
   return event_call(event, [&](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
     const std::shared_ptr<Record> record = found.latest();
-    const CUresult unsafe = unsafe_to_ask(record);
+    const CUresult unsafe = forbid_query(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     const WaitControl control(seconds);
     const bool done = record == nullptr || record->point.reached() || record->point.stream->help(record->point.number);
@@ -210,12 +210,12 @@ extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(C
 }
 
 // As cuEventQuery; if the event is not ready, `tell` is called once it is, from a thread of the engine or from a
-// helping caller. `tell` must not call the engine. It replaces polling, which would use the cores that run the work.
-// Not a call of CUDA.
+// helping caller. `tell` must not call the engine. A caller that is told need not poll; polling would use the cores
+// that run the work. Not a call of CUDA.
 extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventTell(CUevent event, void (*tell)(void*), void* argument) {
   return event_call(event, [&](Event& found) -> CUresult {
     const std::shared_ptr<Record> record = found.latest();
-    const CUresult unsafe = unsafe_to_ask(record);
+    const CUresult unsafe = forbid_query(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
     const bool done = record->point.stream->notify_when_done(record->point.number, tell, argument);
@@ -228,7 +228,7 @@ extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventAwait(
   return event_call(event, [&](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
     const std::shared_ptr<Record> record = found.latest();
-    const CUresult unsafe = unsafe_to_ask(record);
+    const CUresult unsafe = forbid_query(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
     return record->point.stream->sleep_until(record->point.number, seconds) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;

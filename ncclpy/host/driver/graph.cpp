@@ -100,7 +100,7 @@ CUresult Capture::end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Gra
   if (capture->origin_.lock() != stream) return invalidate_capture(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
   CUresult result = CUDA_SUCCESS;
   if (capture->mode_ != CU_STREAM_CAPTURE_MODE_RELAXED && !capture->begun_here())
-    result = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;  // the capture has ended all the same, as in CUDA
+    result = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;  // the capture ends all the same, as in CUDA
   else if (capture->invalidated_) result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   else if (!capture->joined(stream->capture_state.last)) result = CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
   capture->leave();
@@ -138,7 +138,7 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
   }
   if (from->invalidated_) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   if (std::find(captures().begin(), captures().end(), from) == captures().end()) {
-    // The capture of the event has ended: there is nothing left to wait for.
+    // The capture in which the event was recorded has ended: no work can be made to depend on its nodes any more.
     return state.capture == nullptr ? CUDA_ERROR_CAPTURED_EVENT : CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   }
   if (state.capture == nullptr) {

@@ -1,7 +1,7 @@
 // Graphs: the work that is queued on streams while they are captured, to be launched any number of times.
 //
-// A node is a recipe: each launch of the graph calls it to make the task that runs. An operation of a communicator
-// must know in which launch it runs; a copy makes the same task every time. Nodes are stored in the order of their
+// A node has a recipe, which each launch of the graph calls to make the task that runs. The task of a communicator's
+// operation differs from launch to launch; that of a copy is always the same. Nodes are stored in the order of their
 // capture, so the predecessors of a node come before it.
 #pragma once
 
@@ -34,10 +34,11 @@ struct Graph {
 // A capture in progress: its origin, the stream on which it began, and the streams that joined it through events.
 class Capture {
  public:
-  // Begins a capture with `stream` as the origin. CUDA's rules for other calls are in the functions below.
+  // Begins a capture with `stream` as the origin. The functions after this class enforce CUDA's rules for other calls
+  // during a capture.
   static CUresult begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMode mode);
   static CUresult end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Graph>* graph);
-  // Ends the capture, if any, that began on the stream, which is being destroyed.
+  // Called when a stream is destroyed: ends the capture, if any, that began on the stream.
   static void give_up(const std::shared_ptr<Stream>& stream);
 
   CUstreamCaptureMode mode() const { return mode_; }
@@ -70,12 +71,13 @@ class Capture {
   bool invalidated_ = false;
 };
 
-// Adds a node after the last nodes of these streams, all of one capture, and makes it the last node of each.
+// Adds a node after the last nodes of these streams, which must be in one capture, and makes it the last node of each
+// stream.
 CUresult capture(const std::vector<std::shared_ptr<Stream>>& streams, int device, Recipe recipe);
 // Makes the stream's next node depend on `nodes`; the stream joins their capture if it is in none.
 CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Capture>& capture,
                       const std::vector<std::size_t>& nodes);
-// The last nodes of a capturing stream, for an event.
+// Returns what an event that is recorded on a capturing stream refers to: the stream's capture and last nodes.
 CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::vector<std::size_t>* nodes);
 
 // Invalidates a capture; it may have ended already.
@@ -86,9 +88,10 @@ void invalidate_capture(const std::shared_ptr<Capture>& capture);
 CUresult forbid_capture(Stream& stream);
 // For a call that would wait for capturing streams of a device: invalidates their captures.
 CUresult forbid_captures(int device);
-// For a call that CUDA considers unsafe during a capture, unless the thread's mode allows it.
+// For a call that CUDA considers unsafe during a capture: invalidates the captures that forbid the call, which depends
+// on their modes and on the calling thread's.
 CUresult unsafe_while_capturing();
-// For a use of the legacy stream, which would depend on capturing blocking streams.
+// For a use of the legacy stream, which would depend on capturing blocking streams: invalidates their captures.
 CUresult forbid_legacy(Stream& stream);
 CUstreamCaptureMode exchange_thread_mode(CUstreamCaptureMode mode);
 CUresult capture_status(Stream& stream, CUstreamCaptureStatus* status);

@@ -16,7 +16,7 @@ struct Allocation {
 
 // Device memory, aligned to 512 bytes, with undefined contents; nullptr if the machine does not have that much.
 void* allocate(std::size_t bytes, int device);
-// Like allocate, with memory that other processes can map, unless the process has no free descriptor.
+// Like allocate, but other processes of the user can map the memory. If no descriptor is free, the same as allocate.
 void* allocate_shared(std::size_t bytes, int device);
 // Host memory of cuMemHostAlloc.
 void* allocate_pinned(std::size_t bytes, int device);

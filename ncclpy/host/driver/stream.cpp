@@ -25,8 +25,8 @@ namespace {
 struct DeviceStreams {
   std::shared_ptr<Stream> legacy;
   Mutex<NCCLPY_LOCK_DEVICE> mutex;
-  std::vector<std::weak_ptr<Stream>> others;  // may be destroyed and still have work
-  std::atomic<bool> some_block{false};        // one of them was ever a blocking stream
+  std::vector<std::weak_ptr<Stream>> others;  // with destroyed streams that still have work
+  std::atomic<bool> some_block{false};        // a blocking stream was ever made
 };
 
 // Never destroyed: threads may run while the process exits.
@@ -85,7 +85,8 @@ constexpr int most_spins = 400;
 
 // a wait is prompt if at most this many tasks were queued since the previous wait
 constexpr std::uint64_t prompt_tasks = 4;
-// upper limit of the number of prompt waits in a row that make a stream lazy; each mistake doubles that number
+// upper limit of the number of prompt waits in a row that make a stream lazy; each time that the sweeper finds a task
+// that no caller has run, it doubles that number for the stream
 constexpr int max_prompt_waits = 512;
 constexpr std::chrono::microseconds sweep_every{300};
 
@@ -200,7 +201,8 @@ void Stream::synchronize() {
 
 bool Stream::help(std::uint64_t number) {
   std::unique_lock lock(mutex_);
-  // A helper cannot run an uninterruptible task: a worker must, and the wait does not count as a prompt one.
+  // A thread with a time limit cannot run an uninterruptible task, so a worker must run it, and the wait does not
+  // count as a prompt one.
   if (last_uninterruptible_ > awaited_number_) {
     if (number == queued_.load(std::memory_order_relaxed)) awaited_number_ = number;
     be_eager();
@@ -257,8 +259,8 @@ bool Stream::notify_when_done(std::uint64_t number, void (*callback)(void*), voi
 }
 
 bool Stream::sleep_until(std::uint64_t number, double seconds) {
-  // A condition of its own, not progress_: a thread that waits for the last of many tasks is not woken by each of
-  // them.
+  // The sleeper has a condition of its own, since every task that ends notifies progress_: a thread that waits for the
+  // last of many tasks would be woken by each of them.
   struct {
     Condition told;
     bool done = false;
@@ -276,7 +278,7 @@ bool Stream::sleep_until(std::uint64_t number, double seconds) {
   return false;
 }
 
-// With the lock.
+// The caller holds mutex_.
 void Stream::notify_completed() {
   for (std::size_t i = callbacks_.size(); i-- > 0;) {
     const CompletionCallback one = callbacks_[i];
@@ -302,7 +304,7 @@ void Stream::assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lo
   worker.run(shared_from_this());
 }
 
-// Finds a worker if the stream has tasks and none. Releases the lock.
+// Finds a worker if the stream has tasks and no worker. Releases the lock.
 void Stream::ensure_worker(std::unique_lock<StreamMutex>& lock) {
   if (has_worker_ || !runnable()) return lock.unlock();
   try {

@@ -61,7 +61,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   int device() const { return device_; }
   Kind kind() const { return kind_; }
 
-  // Appends a task. Throws std::bad_alloc or std::system_error (no thread can be started) with nothing queued.
+  // Appends a task. Throws std::bad_alloc or std::system_error (no thread can be started). The task is then not
+  // queued, except if the stream is lazy and the sweeper's thread cannot be started.
   std::uint64_t enqueue(Task task);
   // Runs the task immediately if everything that it would wait for is done, else appends it.
   std::uint64_t enqueue_short(Task task);
@@ -97,8 +98,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  // The functions with `lock` are called with mutex_ locked by it. run_first() and spin() unlock it meanwhile; the
-  // others return with it unlocked.
+  // The caller of a function with `lock` holds mutex_ by this lock. run_first() and spin() release the lock meanwhile
+  // and take it again; the other functions return with the lock released.
   void ensure_worker(std::unique_lock<StreamMutex>& lock);
   void assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock);
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
@@ -131,9 +132,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool has_worker_ = false;                    // a worker runs this stream's tasks, or is being woken for them
   std::uint64_t last_uninterruptible_ = 0;     // number of the last task that is not interruptible
   bool lazy_ = false;
-  std::uint64_t awaited_number_ = 0;           // the last awaited task that was the queue's last as its wait began
+  std::uint64_t awaited_number_ = 0;           // the last awaited task that was the queue's last when its wait began
   int prompt_waits_ = 0;                       // prompt waits in a row, each for the last task of the queue
-  int prompt_waits_needed_ = 8;                // as many prompt waits in a row make the stream lazy
+  int prompt_waits_needed_ = 8;                // this many prompt waits in a row make the stream lazy
   bool swept_ = false;                         // the sweeper has this stream on its list
   std::uint64_t queued_at_sweep_ = 0, finished_at_sweep_ = 0;
 };

@@ -11,12 +11,12 @@
 namespace ncclpy::host {
 namespace {
 
-// A block: the bytes of the accumulator, which are reduced at a time. With a small block the accumulator and its
-// inputs stay in the first-level cache. Data from memory are better read in longer runs: at the start of each block
-// the hardware prefetcher has to start again.
+// A block is the part of a result that is reduced at a time; its size is that of the accumulator, in bytes. With a
+// small block the accumulator and its inputs stay in the first-level cache. Data from memory are better read in longer
+// runs: at the start of each block the hardware prefetcher has to start again.
 constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
 constexpr size_t large_block_min_bytes = 1 << 20;
-// The block of a non-temporal result with one output: the copy to the output reads it again at once, from the
+// The block of a non-temporal result with one output: the copy to the output reads the block again at once, from the
 // first-level cache. With four inputs, blocks of 4 KiB take 7% to 24% longer.
 constexpr size_t nontemporal_block = 1 << 10;
 

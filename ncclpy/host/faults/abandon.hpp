@@ -1,6 +1,6 @@
 // Operations that this rank ends, or does not begin, because its communicator was aborted or revoked: the peers' parts
-// of them may complete (abort_corruption.hpp). The functions do nothing if the communicator stopped for another
-// reason.
+// of them may complete (abort_corruption.hpp). The abandon functions do nothing without NCCLPY_HOST_ABORT_CORRUPTS=1,
+// or if the communicator stopped for another reason.
 #pragma once
 
 #include "comm/comm.hpp"
@@ -8,8 +8,8 @@
 
 namespace ncclpy::host {
 
-// Waits for an abort or a revoke: until then a stream hangs at an operation that cannot complete, since a rank is dead
-// or the ranks do not agree. Returns false if the thread must leave the wait.
+// Waits for an abort or a revoke. A stream hangs here at an operation that cannot complete, since a rank is dead or
+// the ranks do not agree. Returns false if the thread must leave the wait first.
 bool hang_until_released(Comm& comm);
 // Records in the segment that this rank does not execute these operations.
 void abandon_operations(Comm& comm, const Operation* operations, size_t count);

@@ -37,30 +37,30 @@ struct Plan {
 };
 
 // Never destroyed: threads of the engine read the plan until the process has exited.
-struct InForce {
+struct CurrentPlan {
   Mutex<NCCLPY_LOCK_FAULTS> mutex;
   std::shared_ptr<Plan> plan;
 };
 
-InForce& in_force() {
-  static auto* const the = new InForce;
+CurrentPlan& current_plan() {
+  static auto* const the = new CurrentPlan;
   return *the;
 }
 
 std::shared_ptr<Plan> plan() {
-  InForce& the = in_force();
+  CurrentPlan& the = current_plan();
   std::lock_guard lock(the.mutex);
   return the.plan;
 }
 
-void put_in_force(std::shared_ptr<Plan> next) {
-  InForce& the = in_force();
+void replace_plan(std::shared_ptr<Plan> next) {
+  CurrentPlan& the = current_plan();
   std::lock_guard lock(the.mutex);
   faults_planned.store(next != nullptr);
   the.plan.swap(next);
 }
 
-// The environment's plan applies from the start. If it cannot be parsed, every call reports that.
+// The environment's plan applies from the start. If it cannot be parsed, every call fails with the parser's error.
 __attribute__((constructor)) void read_environment() {
   const char* const text = std::getenv("NCCLPY_FAULTS");
   if (text == nullptr) return;
@@ -70,11 +70,12 @@ __attribute__((constructor)) void read_environment() {
   if (next->broken.empty() && next->rules.empty()) return;
   // Without the mutex: the library is being loaded, and the loading thread may hold a lock under which no other lock
   // may be taken.
-  in_force().plan = std::move(next);
+  current_plan().plan = std::move(next);
   faults_planned.store(true);
 }
 
-// splitmix64: the decision for a site does not depend on other sites or their order.
+// splitmix64. A random rule decides by such a hash of the site, so its decision does not depend on other sites or
+// their order.
 uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
@@ -111,7 +112,8 @@ std::string sentence(const Fault& fault, int rank, const std::string& call, uint
   return text;
 }
 
-// Chooses the fault of this site, if any. The first matching rule counts.
+// Chooses the fault, if any, of this site: of this occurrence of a call, at this moment, on this rank. The first
+// matching rule counts.
 bool decide(const Comm* comm, int rank, const char* function, Moment moment, Fault* fault, std::string* text) {
   const auto now = plan();
   if (now == nullptr) return false;
@@ -225,7 +227,7 @@ void fault_in_result(Comm& comm, const char* name, const Operation& operation) {
 ncclResult_t set_faults(const char* text) {
   auto next = std::make_shared<Plan>();
   if (text != nullptr) NCCLPY_TRY(parse_plan(text, &next->rules));
-  put_in_force(next->rules.empty() ? nullptr : std::move(next));
+  replace_plan(next->rules.empty() ? nullptr : std::move(next));
   return ncclSuccess;
 }
 

@@ -1,5 +1,5 @@
 // Injected faults: a plan says what goes wrong, at which call or operation of which rank. docs/host-engine.md
-// describes the language. Without a plan a site costs one relaxed load.
+// describes the language. Without a plan each check costs one relaxed load.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,8 @@ void fault_in_result(Comm& comm, const char* name, const Operation& operation);
 ncclResult_t set_faults(const char* text);
 // The faults that the current plan has injected, one a line, in order.
 std::string faults_fired();
-// The rules of the current plan that have injected nothing, one a line, without random rules, which may find no site.
+// The rules of the current plan that have injected nothing, one a line. Random rules are left out, since they may
+// inject nothing by chance.
 std::string faults_unfired();
 
 }  // namespace ncclpy::host

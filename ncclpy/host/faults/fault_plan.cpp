@@ -28,14 +28,14 @@ const ResultName result_names[] = {
     {"ncclTimeout", ncclTimeout},
 };
 
-bool whole(const std::string& text, uint64_t* value) {
+bool parse_number(const std::string& text, uint64_t* value) {
   if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos || text.size() > 19) return false;
   *value = std::strtoull(text.c_str(), nullptr, 10);
   return true;
 }
 
 // "20ms", "1.5s", "300us".
-bool duration(const std::string& text, double* seconds) {
+bool parse_duration(const std::string& text, double* seconds) {
   char* end = nullptr;
   const double value = std::strtod(text.c_str(), &end);
   const std::string unit = end;
@@ -71,14 +71,14 @@ ncclResult_t parse_fault(const std::string& word, const std::string& text, Fault
                    "an error is ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclInvalidArgument, "
                    "ncclInvalidUsage, ncclRemoteError or ncclTimeout");
     case Fault::busy:
-      if (whole(argument, &fault->polls) && fault->polls > 0) return ncclSuccess;
-      if (duration(argument, &fault->seconds)) return ncclSuccess;
+      if (parse_number(argument, &fault->polls) && fault->polls > 0) return ncclSuccess;
+      if (parse_duration(argument, &fault->seconds)) return ncclSuccess;
       return wrong(word, "busy takes a number of polls or a time, as in busy:3 or busy:20ms");
     case Fault::delay:
-      if (duration(argument, &fault->seconds)) return ncclSuccess;
+      if (parse_duration(argument, &fault->seconds)) return ncclSuccess;
       return wrong(word, "delay takes a time, as in delay:20ms (units s, ms, us)");
     case Fault::hang:
-      if (!has_argument || duration(argument, &fault->seconds)) return ncclSuccess;
+      if (!has_argument || parse_duration(argument, &fault->seconds)) return ncclSuccess;
       return wrong(word, "hang takes nothing or a time, as in hang:2s");
     case Fault::kill:
     case Fault::corrupt:
@@ -92,7 +92,7 @@ ncclResult_t parse_occurrence(const std::string& word, const std::string& text, 
   const bool onwards = !text.empty() && text.back() == '+';
   if (text == "*") {
     rule->first = 1;
-  } else if (!whole(onwards ? text.substr(0, text.size() - 1) : text, &rule->first) || rule->first == 0) {
+  } else if (!parse_number(onwards ? text.substr(0, text.size() - 1) : text, &rule->first) || rule->first == 0) {
     return wrong(word, "nth is 1, 2, ..., or 3+ for the third and all after it, or * for all");
   }
   rule->last = onwards || text == "*" ? UINT64_MAX : rule->first;
@@ -127,7 +127,7 @@ ncclResult_t parse_word(const std::string& word, Rule* rule) {
   uint64_t number = 0;
   if (key == "rank") {
     if (value == "*") return ncclSuccess;
-    if (!whole(value, &number) || number > 1 << 20) return wrong(word, "rank is a number or *");
+    if (!parse_number(value, &number) || number > 1 << 20) return wrong(word, "rank is a number or *");
     rule->rank = int(number);
   } else if (key == "call") {
     return parse_call(word, value, rule);
@@ -140,7 +140,7 @@ ncclResult_t parse_word(const std::string& word, Rule* rule) {
     if (value != "call" && value != "run") return wrong(word, "at is call or run");
     rule->at_run = value == "run";
   } else if (key == "seed") {
-    if (!whole(value, &rule->seed)) return wrong(word, "seed is a number");
+    if (!parse_number(value, &rule->seed)) return wrong(word, "seed is a number");
   } else if (key == "p") {
     char* end = nullptr;
     rule->probability = std::strtod(value.c_str(), &end);

@@ -34,4 +34,6 @@ void check_deregister(const Comm& comm) {
 
 }  // namespace ncclpy::host
 
+// Whether (1 or 0) ncclpy may rely on an abort to bring back a thread that is inside a call of the communicator. The
+// engine's abort always does that, NCCL's does not; with strict ends the answer is 0, as for NCCL.
 extern "C" __attribute__((visibility("default"))) int ncclpyHostAbortPreempts() { return ncclpy::host::strict_ends ? 0 : 1; }

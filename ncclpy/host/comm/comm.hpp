@@ -69,7 +69,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   void revoke();
   // Makes an abort of `other` abort this communicator as well, and vice versa. Must precede the first operation.
   void share_abort(const std::shared_ptr<Comm>& other);
-  // The reason why a wait has ended early, as the calling thread's error.
+  // Sets the calling thread's error to the reason why a wait has ended early, and returns its result code.
   ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
   std::shared_ptr<Segment> shared_segment();
@@ -89,7 +89,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   uint64_t grown = 0;                         // number of grows; guarded by control
   bool finalized = false;
   bool disconnected = false;  // finalised or revoked: NCCL then asks no peer to deregister, see check_deregister()
-  bool counted = false;  // in segment->local; guarded by its mutex
+  bool counted = false;  // this communicator is in segment->local; guarded by segment->mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 
   // State of the stream tasks, handed from one task to the next in the order of issue.

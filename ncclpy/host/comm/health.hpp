@@ -43,9 +43,9 @@ class Health {
   std::string async_text();
   // NCCL's check before any use: returns an error while a call is in progress, and after an error.
   ncclResult_t ensure_ready();
-  // As ensure_ready, before an operation: a revoked or suspended communicator also refuses.
+  // As ensure_ready, but also returns an error if the communicator is revoked or suspended: for operations.
   ncclResult_t ensure_open(const char* function);
-  // The initialisation is over: any thread may read what it has filled in.
+  // Called at the end of the initialisation: from now on any thread may read what it has filled in.
   void set_initialised() { initialised_.store(true, std::memory_order_release); }
   bool initialised() const { return initialised_.load(std::memory_order_acquire); }
   // Sets the place where ranks report that they do not agree.
@@ -74,13 +74,13 @@ class Health {
     const Health* const parent = parent_.load(std::memory_order_acquire);
     return parent != nullptr && (ignores_dead_ranks ? parent->aborted() : parent->ended());
   }
-  // Whether its operations must stop.
+  // Whether this communicator's operations must stop.
   bool stopped() const { return revoked() || has_disagreement() || ended(); }
-  // Whether an abort or a revoke has ended its operations. What cannot complete for another reason (a dead rank, ranks
-  // that do not agree) hangs until then, as a kernel of NCCL does.
+  // Whether an abort or a revoke has ended the operations. An operation that cannot complete for another reason (a
+  // dead rank, ranks that do not agree) hangs until an abort or a revoke, as a kernel of NCCL does.
   bool is_released() const { return aborted() || revoked(); }
   bool hangs_on_dead_rank() const { return lost_.load(std::memory_order_acquire) && !is_released(); }
-  // Whether its end is the end of its parent.
+  // Whether this communicator has ended because its parent has ended.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);
     return parent != nullptr && parent->ended() && !ignores_dead_ranks;
@@ -107,7 +107,7 @@ class Health {
   std::atomic<bool> revoked_{false};
   std::atomic<bool> suspended_{false};
   bool remote_error_cleared_ = false;
-  std::atomic<bool> busy_{false};  // pretend_busy is in effect, by the next two fields
+  std::atomic<bool> busy_{false};  // pretend_busy is in effect, as long as the next two fields say
   uint64_t busy_polls_ = 0;
   std::chrono::steady_clock::time_point busy_until_;
 };

@@ -1,5 +1,6 @@
 // Guards a rank's part of a window against the other ranks of its process: they write to it between enter() and
-// leave(), and close() precedes the release of the memory. (In another process the mapping keeps the memory.)
+// leave(), and close() precedes the release of the memory. (A rank of another process writes through a mapping of its
+// own, which keeps the memory.)
 #pragma once
 
 #include <sched.h>

@@ -10,7 +10,7 @@
 
 namespace ncclpy::host {
 namespace {
-// polls after which a waiting rank looks for a mismatch, or settles for the record space it needs
+// polls after which a waiting rank looks for a mismatch, or waits only for the record space that it needs now
 constexpr int few_polls = 64;
 }
 
@@ -28,8 +28,8 @@ void Rendezvous::describe() {
   arrive(data_side);
   record.passed = slot.passed.load(std::memory_order_relaxed);
   record.number.store(described_, std::memory_order_release);
-  // Of two ranks that describe last, at least one sees the other's record and notifies. A thread that falls asleep is
-  // either seen here or sees this record.
+  // The fence ensures two things. Of two ranks that describe last, at least one sees the other's record and notifies.
+  // And a thread that falls asleep is either seen here or sees this record.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (header.record_waiters.load(std::memory_order_relaxed) != 0) segment_->notify_all();
   PlacedRecord& next = slot.placed[next_place()];
@@ -37,7 +37,7 @@ void Rendezvous::describe() {
   prefetch_for_write(next.inline_data);
 }
 
-// In this order: a rank that sees `passed` also sees the record.
+// The order matters: a rank that sees `passed` must also see the record.
 void Rendezvous::post_record() {
   describe();
   segment_->slot(rank_).passed.store(described_, std::memory_order_release);
@@ -127,7 +127,8 @@ bool Rendezvous::agrees(uint64_t number, Comm& comm, Agree agree) {
   return false;
 }
 
-// Other ranks may wait for what this rank will not reach; they find the mismatch when they compare.
+// Wakes the other ranks: they may wait for an arrival that this rank will not make, and find the mismatch when they
+// compare the records.
 void Rendezvous::mark_disagreed() {
   disagreed_.store(true, std::memory_order_relaxed);
   segment_->notify_all();
@@ -191,9 +192,9 @@ bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
   return true;
 }
 
-// A rank that has not seen the record waits as for a rank that has not arrived; a rank that has seen it has all that
-// it needs. The records of children that end with this communicator are not withdrawn: their contributions are
-// complete.
+// A rank that has not seen the record waits for this rank as for one that has not arrived; a rank that has seen it has
+// all that it needs. The records of children that end with this communicator are not withdrawn: their contributions
+// are complete.
 void Rendezvous::withdraw_record() {
   if (waiting_) segment_->slot(rank_).placed[place_of(described_)].number.store(0, std::memory_order_relaxed);
 }

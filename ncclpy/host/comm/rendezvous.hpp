@@ -7,8 +7,8 @@
 // the same collective. Other ranks wait until all have described theirs, and compare the records. A rank has passed a
 // collective when it needs nothing more of it.
 //
-// Records and contributions stay until all ranks have passed the collective, and a rank that overwrites its record has
-// compared the records: a rank that continued without waiting compares them before it counts the collective as passed
+// A rank overwrites its record and contribution only when all ranks have passed the collective and it has compared the
+// records itself: a rank that continued without waiting compares them later, before it counts the collective as passed
 // by all. So the ranks agreed on every overwritten record, and a mismatched record stays until all ranks have found
 // it. A rank that has found a mismatch runs no later collective.
 #pragma once

@@ -129,7 +129,7 @@ std::string describe_absent(Comm& comm, const std::vector<int>& ranks, uint64_t 
   return text;
 }
 
-// Before all ranks have joined nothing is known about the others.
+// The report while ranks are still joining, when nothing but their presence is known.
 std::string stragglers_in_init(Segment& segment, const char* what) {
   std::vector<int> arrived, absent;
   for (int rank = 0; rank < segment.nranks(); rank++) {

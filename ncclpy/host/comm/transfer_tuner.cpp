@@ -7,8 +7,8 @@
 namespace ncclpy::host {
 namespace {
 
-// Collectives of one trial. The first one finds the caches as the other transport left them and does not count. For
-// sizes beyond the caches one more is enough.
+// The number of collectives in one trial, by size class. The first collective finds the caches as the other transport
+// left them and does not count; of the others one is enough for sizes beyond the caches (more than 2 MiB).
 constexpr int trials_of(int size) { return size < 22 ? 3 : 2; }
 // The least and most collectives for which the better transport is used before the other one is tried.
 constexpr double fewest = 100, most = 3000;
@@ -18,6 +18,7 @@ int at_first(int choices) { return choices < 5 ? 8 << 2 * choices : int(most); }
 // A transport that has become slower than the other one's last measurement by this factor is given up at once.
 constexpr double max_slowdown = 1.25;
 
+// The exponent of the smallest power of two that is at least `bytes`.
 int size_class(size_t bytes) { return bytes < 2 ? 0 : 64 - __builtin_clzll(bytes - 1); }
 
 }  // namespace
@@ -61,7 +62,7 @@ bool TransferTuner::choose_cma(Collective kind, size_t bytes, bool prefers) {
 void TransferTuner::record(Collective kind, size_t bytes, bool cma, double seconds) {
   Entry* entry = find(kind, bytes);
   if (entry == nullptr || entry->uses_cma != cma) return;  // the ranks could not use the choice
-  // the first one of the trial that counts
+  // the first collective of the trial that counts
   const bool first = entry->on_trial && entry->remaining == trials_of(entry->size) - 2;
   if (std::exchange(entry->settling, false)) return;
   // A single slow collective, held up by another program for example, changes the cost little; several in a row change

@@ -26,7 +26,7 @@ class TransferTuner {
   // Measurements of one kind of collective, for sizes up to the next power of two.
   struct Entry {
     Collective kind;
-    int size;
+    int size;  // the exponent of that power
     bool prefers;
     bool uses_cma;          // the current choice
     int remaining;          // collectives until the next choice

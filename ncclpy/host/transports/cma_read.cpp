@@ -2,10 +2,10 @@
 // the sender's buffer to the receiver's (process_vm_readv), instead of twice, through the segment. Data to be reduced
 // are read in pieces that stay in the receiver's cache.
 //
-// All ranks have arrived, each reads what it needs, and none leaves before all have read. A rank that aborts does not
-// arrive at the last barrier, or withdraws its arrival, so no rank returns as a result what it has read from that
-// rank; or it arrives last, when all have read. Only a rank that dies may have arrived while others still read: its
-// memory is gone, and the reading ranks report that themselves.
+// Each rank begins to read when all have arrived, and leaves when all have read. So no rank returns as its result data
+// that it has read from a rank that aborts: the aborting rank does not arrive at the last barrier, or withdraws its
+// arrival, or arrives last, when all have read. A rank that dies may have arrived while others still read: their reads
+// of its memory then fail, and they report the death themselves (has_gone()).
 #include <string.h>
 
 #include <algorithm>
@@ -22,11 +22,12 @@ constexpr size_t min_block = 64 << 10;
 // From likely_block on, one copy by the kernel mostly takes less time than two copies through the cache, from
 // sure_block on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
-// The likely_block of reductions, whose data pass through the cache either way. It applies only with two ranks, to a
-// reduce-scatter, in which ranks read all that they need at once, and with more ranks than cores, where it matters
-// most that ranks wait for each other less often.
+// The likely_block of reductions, whose data pass through the cache either way. It applies in three cases only: with
+// two ranks; to a reduce-scatter, in which each rank reads all that it needs at once; and with more ranks than cores,
+// where it matters most that ranks wait for each other less often.
 constexpr size_t likely_reduced = 1 << 20;
-// With two ranks, the piece that each reduces at a time while both reduce. A rank that reduces alone takes read_bytes.
+// The piece that a rank reduces at a time, with two ranks that both reduce. If only one of two ranks reduces, its
+// piece has read_bytes.
 constexpr size_t piece_of_both = 512 << 10;
 
 // The rank that measures and decides. It must be a receiver: a rank that only sends may finish long before the others.
@@ -59,8 +60,8 @@ class CmaRead {
       : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
-  // Runs the stages up to a barrier, which it returns; or `unfinished` if this rank could not do its part, for which
-  // the other ranks then wait in vain.
+  // Runs the stage before the next barrier and returns that barrier; or `unfinished` if this rank could not reduce its
+  // range of an all-reduce, for which the other ranks then wait in vain.
   size_t run() {
     const size_t me = size_t(rank_);
     switch (mine_.kind) {
@@ -84,8 +85,8 @@ class CmaRead {
   }
 
   // The second stage of an all-reduce: each rank has reduced its range, and reads the other ranges from their ranks.
-  // In the first stage ranks wrote to their own ranges while others read the rest, here it is the other way round; so
-  // buffers may be in place.
+  // Buffers may be in place: in the first stage a rank writes its own range while others read the rest of its buffer;
+  // in this stage it writes the rest while others read its own range.
   void collect() {
     char* const recv = static_cast<char*>(mine_.recv);
     for (int i = 1; i < nranks_; i++) {
@@ -115,7 +116,8 @@ class CmaRead {
     const bool in_result = nranks_ == 2 && to != static_cast<const char*>(mine_.send) + at;
     const size_t in_pieces = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
     const size_t most = !in_result ? in_pieces : mine_.kind == Collective::reduce ? read_bytes : piece_of_both;
-    // A result that has just been read into, or that other ranks read next, stays in the caches.
+    // 0, for ordinary stores, if the inputs have just been read into the result's memory, or if other ranks read the
+    // result next: it should stay in the caches.
     const size_t whole = in_result || mine_.kind == Collective::all_reduce ? 0 : bytes;
     for (size_t done = 0; done < bytes; done += most) {
       const size_t n = std::min(most, bytes - done);
@@ -170,7 +172,7 @@ bool wants_cma(Comm& comm, const Record& record) {
 }
 
 bool uses_cma(Comm& comm, int place) {
-  // all ranks have the same root by now
+  // the ranks have agreed on the root
   const int decider = decider_of(comm, comm.segment->slot(comm.rank).record(place));
   if (!comm.segment->slot(decider).record(place).cma_read) return false;
   for (int r = 0; r < comm.nranks; r++) {

@@ -1,5 +1,5 @@
-// The transports of collectives. In each of them all ranks have arrived and agree on the operation, unless this rank
-// needs nothing from the others.
+// The transports of collectives. A transport runs when the ranks that this rank needs have arrived and agree on the
+// operation: none, the root or all ranks in an inline collective, otherwise all ranks.
 #pragma once
 
 #include <algorithm>
@@ -43,15 +43,16 @@ inline bool uses_nontemporal(const Record& record, int nranks) {
 // The progress of a collective that a thread has suspended.
 struct CollectiveProgress {
   bool arrived = false;    // all ranks that this one needs have arrived, and agree
-  int place = 0;           // of the records
+  int place = 0;           // of the records, see below
   size_t step = 0;         // completed steps, as the transport counts them
   bool suspended = false;  // a thread suspended it while its data moved
 };
 
 // Runs a collective. Returns false if the thread suspended it: it must be called again, with the same `progress`.
 bool run_collective(Comm& comm, const Operation& operation, CollectiveProgress& progress);
-// Whether a thread with a time limit may run the operation: it needs at most `*bytes`, from which its bytes are
-// subtracted. Work between two barriers and the copy of a message are not suspended.
+// Whether a thread with a time limit may run the operation: only if the operation has at most `*bytes` bytes, which
+// are then subtracted from `*bytes`. The limit exists because the work between two barriers and the copy of a message
+// cannot be suspended.
 bool fits_interruptible(const Comm& comm, const Operation& operation, size_t* bytes);
 
 // An all-gather of `bytes` of every rank, in rank order; at most exchange_bytes. Blocks.
@@ -82,8 +83,8 @@ void run_in_process(Comm& comm, int place);
 WaitResult run_shm_staged(Comm& comm, CollectiveProgress& progress);
 
 // Ranks of several processes that can read each other's memory, with large blocks: one copy instead of two. wants_cma:
-// whether this rank, if it decides for all, chooses it; uses_cma: whether it is used; record_duration: the deciding
-// rank's measurement.
+// whether this rank decides for all and chooses this transport. uses_cma: whether the ranks use it. record_duration:
+// records the deciding rank's measurement.
 bool wants_cma(Comm& comm, const Record& record);
 bool uses_cma(Comm& comm, int place);
 void record_duration(Comm& comm, int place, bool cma, double seconds);

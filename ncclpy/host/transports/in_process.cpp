@@ -34,7 +34,7 @@ class InProcess {
       case Collective::scatter: return copy(mine_.recv, block(record(mine_.root).send, rank_));
     }
   }
-  // Must precede the barrier.
+  // Must be called before the barrier.
   void finish() const {
     if (nontemporal_) nontemporal_fence();
   }

@@ -35,7 +35,8 @@ void write_inline(Comm& comm, const Record& record, int place, size_t bytes) {
     std::memcpy(here, send, bytes);
     return;
   }
-  const size_t block = bytes / size_t(comm.nranks), mine = size_t(comm.rank) * block;  // read by no other rank
+  const size_t block = bytes / size_t(comm.nranks), mine = size_t(comm.rank) * block;
+  // This rank's own block is not copied: no other rank reads it.
   std::memcpy(here, send, mine);
   std::memcpy(here + mine + block, send + mine + block, bytes - mine - block);
 }

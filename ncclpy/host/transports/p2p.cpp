@@ -3,9 +3,9 @@
 // cannot be read, pass in pieces through the segment.
 //
 // Channel::state, for the k-th offered message of the channel: 4k idle; 4k + 1 offered; 4k + 2 taken, the receiver is
-// copying; then 4(k + 1). A sender that withdraws its offer sets the state back to 4k. Between threads it waits if the
-// receiver is copying. Between processes it does not wait, since that might never end: reading a withdrawn message
-// does no harm, and a receiver that then finds the state no longer `taken` has not received the message.
+// copying; then 4(k + 1). A sender that withdraws its offer sets the state back to 4k. If the receiver is copying, a
+// sender in the same process waits for it. A sender in another process does not, since the wait might never end. The
+// receiver then reads on, which does no harm, and finds the state no longer `taken`: it has not received the message.
 #include "p2p.hpp"
 
 #include <algorithm>
@@ -110,7 +110,8 @@ bool Messages::complete_corrupted(PeerQueue& queue) {
 
 bool Messages::send(PeerQueue& queue) {
   Message& message = queue.now();
-  // Decided once: after an offer no other message may be offered in the same state.
+  // The decision is final after the first offer or piece: a receiver may still read the fields of a withdrawn offer,
+  // so in the same state the same message must be offered again.
   if (message.idle_state == never && message.done == 0) {
     message.offers = queue.local || (message.bytes >= offer_min_bytes && offering_is_faster() &&
                                     !channel(queue).refused.load(std::memory_order_relaxed));
@@ -118,8 +119,8 @@ bool Messages::send(PeerQueue& queue) {
   return message.offers ? offer(queue) : send_pieces(queue);
 }
 
-// Whether this rank has something else to do while the receiver copies an offered message. If not, it rather copies
-// pieces into the segment while the receiver copies them out.
+// Whether there is other work for this rank, or for another rank on its core, while the receiver copies an offered
+// message. If not, it is faster that this rank copies pieces into the segment while the receiver copies them out.
 bool Messages::offering_is_faster() const {
   const auto receives = [](const PeerQueue& queue) { return !queue.sends && !queue.local && !queue.finished(); };
   return comm_.segment->spin().is_crowded() || std::any_of(queues_.begin(), queues_.end(), receives);
@@ -127,7 +128,7 @@ bool Messages::offering_is_faster() const {
 
 bool Messages::receive(PeerQueue& queue) {
   if (queue.local) return receive_offered(queue);
-  // A receiver that sees an offer also sees the pieces sent before it.
+  // The state is read first: a receiver that sees an offer then also sees the pieces that were sent before the offer.
   const bool is_offered = channel(queue).state.load(std::memory_order_acquire) % states == offered;
   return receive_pieces(queue) || (is_offered && receive_offered(queue));
 }
@@ -234,7 +235,7 @@ bool Messages::receive_pieces(PeerQueue& queue) {
   const MessageKind sent = link.pieces[slot].message;
   const size_t sent_bytes = sent.count * size_of(ncclDataType_t(sent.dtype));
   const size_t n = std::min(piece_bytes, sent_bytes - message.done);
-  // A mismatched message is read to its end as well, so that the next one is found at its start.
+  // A mismatched message is read to its end as well, so that the next message is read from its start.
   if (sent == message.kind) {
     std::memcpy(static_cast<char*>(message.target) + message.done,
                 comm_.segment->piece(queue.peer, comm_.rank, slot, n), n);

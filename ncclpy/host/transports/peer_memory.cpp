@@ -35,7 +35,7 @@ bool reads_peers(Comm& comm) {
 
 bool has_gone(Comm& comm, int peer, int error) {
   const RankSlot& slot = comm.segment->slot(peer);
-  if (slot.closed.load(std::memory_order_acquire)) return true;  // it aborted before it ended
+  if (slot.closed.load(std::memory_order_acquire)) return true;  // the rank has ended the communicator
   if (error == ESRCH) {
     // The peer has died, perhaps after its arrival at the next barrier, which then opens: its death must be recorded
     // before this rank passes the barrier.

@@ -20,15 +20,15 @@ bool reads_peers(Comm& comm);
 
 // As process_vm_readv.
 ssize_t read_peer(const RankSlot& peer, void* to, const void* source, size_t bytes);
-// Whether `peer`, which could not be read because of `error`, has died or has ended the communicator. Records its
-// death.
+// Whether `peer`, which could not be read because of `error`, has died, or has ended, aborted or revoked the
+// communicator or abandoned a collective. Records a death.
 bool has_gone(Comm& comm, int peer, int error);
 
 // Bytes between two checks of whether the communicator was aborted.
 constexpr size_t read_bytes = 4 << 20;
 
 // Copies from a peer's memory. Returns false if the communicator has stopped, if the data are no longer `wanted()`, or
-// if the peer cannot be read; then `fail(at, error)` is called.
+// if the peer cannot be read; in the last case it calls `fail(at, error)`.
 template <class Wanted, class Fail>
 bool copy_from_peer(Comm& comm, int peer, const void* source, void* target, size_t bytes, Wanted wanted, Fail fail) {
   const char* from = static_cast<const char*>(source);

@@ -39,7 +39,7 @@ class ShmStaged {
   }
 
  private:
-  // Whether all ranks have arrived at the barrier of this step.
+  // Waits at the barrier of this step. Returns false if the collective must end here, or is suspended.
   bool barrier(size_t step) {
     progress_.step = step;
     result_ = comm_.rendezvous.data_barrier();

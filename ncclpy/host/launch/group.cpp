@@ -15,7 +15,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr size_t least_operations = 2;  // reserved for each communicator of a group: an exchange with a neighbour
+constexpr size_t least_operations = 2;  // reserved for each communicator of a group: a send and a receive
 
 // The operations of one communicator in the group.
 struct Share {
@@ -23,11 +23,12 @@ struct Share {
   std::vector<Operation> operations;
 };
 
+// The jobs and operations of one group.
 struct Contents {
   std::vector<Job> jobs;
   std::vector<Share> shares;  // one for each communicator, in the order of their first operations
 
-  // The communicators with an unfinished background job.
+  // Guards worked_on, the communicators with an unfinished background job.
   Mutex<NCCLPY_LOCK_GROUP> mutex;
   std::vector<std::shared_ptr<Comm>> worked_on;
 
@@ -55,7 +56,7 @@ struct Contents {
     for (const auto& comm : worked_on) comm->queue.begin_job();
   }
 
-  // Ends one communicator's job: others of the group may still wait for their ranks.
+  // Ends one communicator's job; the jobs of other communicators of the group may still wait for other ranks.
   void end_job(const std::shared_ptr<Comm>& comm) {
     {
       std::lock_guard lock(mutex);
@@ -170,7 +171,7 @@ ncclResult_t issue_operations(std::vector<Share>& shares) {
   return ncclSuccess;
 }
 
-// The communicators work concurrently: the slowest one counts.
+// Estimates the group's duration: the longest one of its communicators, which work concurrently.
 ncclResult_t simulate(const std::vector<Share>& shares, ncclSimInfo_t* simulation) {
   NCCLPY_TRY(check_messages_to_self(shares));
   double microseconds = 0.0;

@@ -29,6 +29,7 @@ ncclResult_t group_end(ncclSimInfo_t* simulation = nullptr);
 // If a group is open and `result` is an error, the group fails with it. Returns `result`.
 ncclResult_t note_group_error(ncclResult_t result);
 
+// Adds an operation or a job to the thread's group. Without a group it is executed as a group of one.
 ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation);
 ncclResult_t submit(Job job);
 

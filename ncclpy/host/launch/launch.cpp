@@ -69,7 +69,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
   }
   for (size_t& i = progress.next_collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
-    if (comm.health.stopped()) {  // perhaps within the previous collective: others may still wait at its barriers
+    if (comm.health.stopped()) {  // perhaps in the previous collective, at whose barriers other ranks may still wait
       if (!hang_until_released(comm)) return false;
       abandon_operations(comm, &operations[i], 1);
       continue;
@@ -100,7 +100,7 @@ bool execute(Comm& comm, const Operation* operations, size_t count, LaunchMemory
   publish_call(operations[0].call);
   const bool done = run_operations(comm, operations, count, memory_use, progress, publish_call);
   if (done) slot.last_done.store(operations[count - 1].call, std::memory_order_relaxed);
-  publish_call(0);  // also after a suspension, since no thread may resume the launch
+  publish_call(0);  // also after a suspension: perhaps no thread will resume the launch
   return done;
 }
 
@@ -138,7 +138,8 @@ Task task_of(bool is_interruptible, Function&& function) {
                           : Task(std::forward<Function>(function));
 }
 
-// The launch event is recorded in stream order. A default stream is that of the communicator's device.
+// Records the launch event of an operation, in stream order. The context is set so that a default stream means that of
+// the communicator's device.
 ncclResult_t record_launch(const Operation& operation, int device) {
   if (operation.launch_event == nullptr) return ncclSuccess;
   const CUcontext before = current_context();

@@ -12,7 +12,8 @@ namespace ncclpy::host {
 // formulas) at 4 GB/s.
 double estimate(const std::vector<Operation>& operations, int nranks);
 
-// Reads the caller's struct, whose size may be that of another release, and writes the duration to it.
+// The caller's struct may be that of another release. check_sim_info returns an error if it was not initialised;
+// set_estimated_time writes the duration, if the struct has the field.
 ncclResult_t check_sim_info(const ncclSimInfo_t* info);
 void set_estimated_time(ncclSimInfo_t* info, double microseconds);
 

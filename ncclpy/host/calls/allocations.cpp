@@ -1,4 +1,5 @@
-// NCCL's allocations, and the registration of buffers, which is recorded and checked: CPU memory needs no preparation.
+// NCCL's allocations, and the registration of buffers. A registration is only checked and recorded, since CPU memory
+// needs no preparation.
 #include "driver/memory.hpp"
 
 #include "call.hpp"

@@ -13,8 +13,8 @@ ncclConfig_t default_config();
 ncclResult_t check_range(const char* kind, const char* name, int value, int low, int high);
 
 // Checks the caller's configuration and fills in the defaults. A smaller struct is an older one; of a larger one only
-// the part known here is read. Its strings belong to the caller: the communicator's name is copied, and netName and
-// commName are returned as NULL.
+// the part known here is read. The strings belong to the caller: the communicator's name is copied to `name`, and
+// netName and commName are returned as NULL.
 ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::string* name);
 
 }  // namespace ncclpy::host

@@ -23,8 +23,8 @@ ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t*
   return ncclSuccess;
 }
 
-// `child` may be null: the rank takes part and gets no communicator. The handle is set when the new communicator is
-// complete.
+// Submits a job that runs `meet_others`, which makes `child` a communicator, and then sets `*newcomm`. `child` may be
+// null: the rank then takes part and gets no communicator.
 template <class Meet>
 ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, ncclComm_t* newcomm,
                           Meet meet_others) {
@@ -36,8 +36,8 @@ ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared
     child->health.follow(nullptr);
     child->parent.reset();
     *newcomm = add_handle(child);
-    // A thread that aborts the parent either finds the handle afterwards, or its abort is seen here: the child never
-    // outlives the abort.
+    // A thread that aborts the parent either finds the child's handle in `*newcomm` after its abort, or its abort is
+    // seen here: the child never outlives the abort.
     if (!parent->health.aborted()) return ncclSuccess;
     ncclCommAbort(*newcomm);
     *newcomm = nullptr;
@@ -145,7 +145,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
                             const std::vector<int>& survivors, uint64_t call) {
   std::lock_guard one_at_a_time(parent->control);
   const ControlCallScope scope(*parent, call);
-  const uint64_t key = shrink_key(*parent, survivors);  // in the job: a call whose group fails is not counted
+  const uint64_t key = shrink_key(*parent, survivors);  // in the job, so that a call whose group fails is not counted
   Segment& segment = *parent->segment;
   ShrinkBoard& board = segment.slot(survivors[0]).shrink;
   const bool leads = survivors[0] == parent->rank;
@@ -174,11 +174,11 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   // The first survivor may have failed meanwhile, and be writing the id of its next attempt: what was read may then be
   // a mixture of both ids.
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given it up", survivors[0]);
+  if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given up", survivors[0]);
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
   const ncclResult_t result = join_communicator(child, int(survivors.size()), rank, id);
   if (leads) {
-    // After a failure the board keeps the withdrawn id, so that a survivor that comes later need not wait.
+    // After a failure the board keeps the withdrawn id: a survivor that arrives later gets an error and need not wait.
     if (result != ncclSuccess) withdraw_unique_id(id);
     else board.key.store(0, std::memory_order_release);
   }

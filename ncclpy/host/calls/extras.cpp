@@ -14,7 +14,7 @@ using namespace ncclpy::host;
 
 namespace {
 
-// Keeps a rank's part of a window accessible while it exists.
+// While this object exists, a rank's part of a window stays accessible.
 struct WindowHold {
   std::shared_ptr<Window> window;  // with the mappings of other processes' memory
   std::shared_ptr<void> memory;    // of ncclMemAlloc, of this process
@@ -29,7 +29,8 @@ __attribute__((visibility("default"))) ncclResult_t ncclpyHostSetFaults(const ch
   return guarded("ncclpyHostSetFaults", [&] { return set_faults(text); });
 }
 
-// The injected faults, and the rules that have injected none. The text is valid until the calling thread's next call.
+// The injected faults, and below the rules that have injected none. A text is valid until the calling thread calls the
+// same function again.
 __attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
   thread_local std::string text;
   text = faults_fired();

@@ -13,7 +13,7 @@
 namespace ncclpy::host {
 namespace {
 
-// Device numbers count per machine. As in NCCL, no two ranks may share a device.
+// As in NCCL, no two ranks may share a device. Device numbers are compared only between ranks of one machine.
 ncclResult_t check_duplicates(Segment& segment) {
   for (int a = 0; a < segment.nranks(); a++) {
     for (int b = a + 1; b < segment.nranks(); b++) {
@@ -74,7 +74,7 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
   segment->end_id_rendezvous();
   if (!segment->complete()) {
     const std::string others =
-        "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had come";
+        "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had joined";
     return comm->stop_reason(others.c_str());
   }
   segment->find_cores();
@@ -84,7 +84,7 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
     return different;
   }
   enter_segment(comm);
-  if (comm->health.aborted()) depart(comm, false);  // the abort may have come before enter_segment
+  if (comm->health.aborted()) depart(comm, false);  // an abort before enter_segment has not done it
   if (segment->first_dead() >= 0) comm->mark_lost(segment->first_dead());
   comm->health.set_initialised();
   return ncclSuccess;

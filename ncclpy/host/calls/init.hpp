@@ -8,11 +8,13 @@ namespace ncclpy::host {
 // Joins the communicator of `id` and fills in `comm`; returns when all ranks have joined.
 ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id);
 
-// As in NCCL, the communicators of one process end together: destroying the last one waits for the work that was
-// issued on any of them, so that one thread can destroy its ranks one after the other.
+// Called at the end of a communicator. As in NCCL, the communicators of one process end together: the last one that
+// departs frees them all and, with `wait`, first waits for the work that was issued on any of them. So one thread can
+// destroy its ranks one after the other.
 void depart(const std::shared_ptr<Comm>& comm, bool wait);
 
-// After a failed blocking call no communicator is left; a nonblocking one keeps its handle, for its async error.
+// Removes the handle of a communicator that could not be made, and sets `*newcomm` to NULL. A nonblocking communicator
+// whose initialisation fails after it has begun keeps its handle, which is needed to read the async error.
 void drop_handle(const std::shared_ptr<Comm>& comm, ncclComm_t* newcomm);
 
 }  // namespace ncclpy::host

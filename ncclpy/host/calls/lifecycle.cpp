@@ -9,7 +9,7 @@
 namespace ncclpy::host {
 namespace {
 
-// The communicator is gone: memory that it had registered may be freed.
+// Called at the end of a communicator: from now on memory that is still registered with it may be freed.
 void release_memory_use(Comm& comm) {
   if (!checks) return;
   std::lock_guard lock(comm.mutex);

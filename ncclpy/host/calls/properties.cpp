@@ -54,7 +54,8 @@ ncclTeam_t world_team(const Comm& comm) { return {comm.nranks, comm.rank, 1}; }
 
 ncclTeam_t single_team(const Comm&) { return {1, 0, 1}; }
 
-// A team consists of every stride-th rank of the communicator; the caller is its member `team.rank`.
+// Converts a rank of a team to a rank of the communicator; -1 after an error. A team consists of every stride-th rank
+// of the communicator; the caller is its member `team.rank`.
 int rank_in_world(ncclComm_t handle, const char* function, ncclTeam_t team, int rank) {
   int found = -1;
   guarded(function, [&] {

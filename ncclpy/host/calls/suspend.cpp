@@ -7,13 +7,13 @@
 namespace ncclpy::host {
 namespace {
 
-// All ranks wait for each other here: no rank reads a buffer that another one releases.
+// Waits for all ranks: after this no rank reads a buffer that another rank releases.
 ncclResult_t meet_all(Comm& comm, uint64_t call) {
   std::lock_guard one_at_a_time(comm.control);
   const ControlCallScope scope(comm, call);
   // After a revoke no rank reads the buffers any more.
   if (!comm.health.revoked()) {
-    // A launch that has stopped may still be about to leave the rendezvous.
+    // Checked first, since a launch of a stopped communicator may still use the state that await_all_passed() uses.
     if (comm.health.stopped() || await_all_passed(comm) != WaitResult::ok) return comm.stop_reason("the other ranks");
   }
   const char nothing = 0;

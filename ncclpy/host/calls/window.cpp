@@ -170,7 +170,8 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
   return ncclSuccess;
 }
 
-// Collective. At the end the ranks agree on whether all have succeeded, so that no rank has a window that others lack.
+// Makes the window, together with all other ranks. At the end the ranks agree on whether all have succeeded, so that
+// no rank has a window that others lack.
 ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t call, ncclWindow_t* out) {
   std::lock_guard one_at_a_time(comm.control);
   const ControlCallScope scope(comm, call);
@@ -239,7 +240,7 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
     const auto entry = comm->windows.find(window);
     if (entry == comm->windows.end()) return ncclSuccess;
     entry->second->parts[size_t(comm->rank)].gate->close();
-    entry->second->memory_use.reset();  // holders of a part keep the window alive, not the registration
+    entry->second->memory_use.reset();  // a holder of a part keeps the window alive, but the memory may now be freed
     gone = std::move(entry->second);
     comm->windows.erase(entry);
     return ncclSuccess;

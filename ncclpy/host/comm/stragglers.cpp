@@ -158,7 +158,7 @@ std::string stragglers_at(Comm& comm, Side side) {
   for (int rank = 0; rank < comm.nranks; rank++) {
     (segment.slot(rank).arrived[side].load(std::memory_order_relaxed) >= target ? arrived : absent).push_back(rank);
   }
-  if (absent.empty()) return kind_name(call) + ": all ranks have come, it is under way";
+  if (absent.empty()) return kind_name(call) + ": all ranks have arrived, the call is under way";
   return kind_name(call) + ": came: " + listed(arrived) + "; missing: " + describe_absent(comm, absent, call);
 }
 

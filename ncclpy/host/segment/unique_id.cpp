@@ -82,7 +82,7 @@ ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
     return fail(ncclInvalidUsage,
                 "this unique id leads nowhere: process %d, which %s, has ended, or it runs in another container or on "
                 "another machine; the host engine's ranks share one machine, and the process must live until all "
-                "have come",
+                "ranks have joined",
                 pid, role);
   }
   if (access("/proc/self/fd", F_OK) != 0)
@@ -130,7 +130,7 @@ ncclResult_t open_memory(int32_t pid, int32_t descriptor, const char* name, size
 }
 
 constexpr char made_it[] = "made this unique id";
-constexpr char came_first[] = "came first with this unique id";
+constexpr char came_first[] = "was the first to join with this unique id";
 
 void* map_table(int descriptor) {
   return mmap(nullptr, table_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);

@@ -32,18 +32,18 @@ constexpr std::chrono::microseconds late_after{8};
 
 // Moves the calling thread to the next of its allowed cores, then restores its affinity mask.
 static void change_core() {
-  cpu_set_t may, next;
+  cpu_set_t allowed, next;
   const int here = sched_getcpu();
-  if (here < 0 || sched_getaffinity(0, sizeof may, &may) != 0 || CPU_COUNT(&may) < 2) return;
+  if (here < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
   int core = here;
   do core = (core + 1) % CPU_SETSIZE;
-  while (!CPU_ISSET(core, &may));
+  while (!CPU_ISSET(core, &allowed));
   CPU_ZERO(&next);
   CPU_SET(core, &next);
   if (core == here || sched_setaffinity(0, sizeof next, &next) != 0) return;
-  if (sched_setaffinity(0, sizeof may, &may) == 0) return;
-  std::memset(&may, 0xff, sizeof may);  // the cpuset has changed meanwhile: allow all cores that it has now
-  sched_setaffinity(0, sizeof may, &may);
+  if (sched_setaffinity(0, sizeof allowed, &allowed) == 0) return;
+  std::memset(&allowed, 0xff, sizeof allowed);  // the cpuset has changed meanwhile: allow all cores that it has now
+  sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 cpu_set_t own_cores() {

@@ -70,11 +70,11 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
     segment->end_id_rendezvous();
     throw;
   }
-  const int came = int(segment->header().attached.load());
+  const int joined = int(segment->header().attached.load());
   segment->end_id_rendezvous();
   if (!segment->complete()) {
     const std::string others =
-        "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had joined";
+        "the other ranks: " + std::to_string(joined) + " of " + std::to_string(nranks) + " had joined";
     return comm->stop_reason(others.c_str());
   }
   segment->find_cores();

@@ -38,9 +38,9 @@ ncclResult_t finalize(ncclComm_t handle) {
   job.run = [comm] {
     comm->queue.drain();
     if (comm->health.aborted()) return comm->stop_reason("its own work");
-    if (const ncclResult_t met = comm->health.async(); met != ncclSuccess && met != ncclInProgress) {
+    if (const ncclResult_t error = comm->health.async(); error != ncclSuccess && error != ncclInProgress) {
       set_last_error(comm->health.async_text());
-      return met;
+      return error;
     }
     if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).closed.store(1);
     return ncclSuccess;

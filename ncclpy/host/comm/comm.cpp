@@ -131,14 +131,14 @@ void Comm::abort() {
   for (const auto& member : members) {
     if (const auto alive = member.lock(); alive != nullptr && alive.get() != this) alive->notify_waiters();
   }
-  if (const auto met = shared_segment()) met->slot(rank).aborted.store(1, std::memory_order_release);
+  if (const auto joined = shared_segment()) joined->slot(rank).aborted.store(1, std::memory_order_release);
   notify_waiters();
   queue.await_all();
   rendezvous.withdraw_record();
 }
 
 void Comm::revoke() {
-  if (const auto met = shared_segment()) met->slot(rank).revoked.store(1, std::memory_order_release);
+  if (const auto joined = shared_segment()) joined->slot(rank).revoked.store(1, std::memory_order_release);
   health.set_revoked();
   notify_waiters();
   queue.await_launches();
@@ -162,10 +162,10 @@ ncclResult_t Comm::stop_reason(const char* waited_for) {
     set_last_error(health.async_text());
     return ncclInvalidUsage;
   }
-  const auto met = shared_segment();
-  if (health.aborted() || met == nullptr || met->first_dead() < 0)
+  const auto joined = shared_segment();
+  if (health.aborted() || joined == nullptr || joined->first_dead() < 0)
     return fail(ncclInternalError, "rank %d was aborted while it waited for %s", rank, waited_for);
-  return fail(ncclRemoteError, "%s", death_notice(*met, met->first_dead()).c_str());
+  return fail(ncclRemoteError, "%s", death_notice(*joined, joined->first_dead()).c_str());
 }
 
 void mark_comms_lost(Segment& segment, int dead_rank) {

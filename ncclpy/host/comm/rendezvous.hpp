@@ -109,6 +109,7 @@ class Rendezvous {
   void mark_disagreed();
   // Whether all ranks have described a collective on which they do not agree. Any thread may call this.
   bool have_mismatch(Comm& comm, Agree agree) const;
+  // Numbers the record that this rank has written, so that the others read it, and wakes the ranks that wait for it.
   void describe();
   // Waits until all ranks have described the collective that this rank described last, or until `enough()`.
   template <class Enough>

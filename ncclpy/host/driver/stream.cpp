@@ -80,8 +80,8 @@ class ThreadStreams {
 
 // Spinning saves a sleep of a few microseconds; at most half of the cores may spin at a time.
 std::atomic<int> spinning{0};
-const int may_spin = static_cast<int>(std::thread::hardware_concurrency() / 2);
-constexpr int most_spins = 400;
+const int max_spinning = static_cast<int>(std::thread::hardware_concurrency() / 2);
+constexpr int spin_polls = 400;
 
 // a wait is prompt if at most this many tasks were queued since the previous wait
 constexpr std::uint64_t prompt_tasks = 4;
@@ -396,9 +396,9 @@ bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
 template <class Condition>
 bool Stream::spin(std::unique_lock<StreamMutex>& lock, Condition condition) {
   bool met = false;
-  if (spinning.fetch_add(1, std::memory_order_relaxed) < may_spin) {
+  if (spinning.fetch_add(1, std::memory_order_relaxed) < max_spinning) {
     lock.unlock();
-    for (int i = 0; i < most_spins && !(met = condition()); ++i) relax();
+    for (int i = 0; i < spin_polls && !(met = condition()); ++i) relax();
     lock.lock();
   }
   spinning.fetch_sub(1, std::memory_order_relaxed);

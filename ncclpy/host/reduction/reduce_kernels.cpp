@@ -142,7 +142,7 @@ void fold(const Reduction& r) {
       static_cast<const T*>(r.input[0]), static_cast<const T*>(r.input[1]), static_cast<T*>(r.output[0]), r.count);
     return nontemporal_fence();
   }
-  const bool at_output = !r.nontemporal;
+  const bool stores_directly = !r.nontemporal;
   alignas(64) Acc acc[large_block / sizeof(Acc)];
   constexpr bool same = std::is_same_v<T, Acc>;
   alignas(64) T rounded[same ? 1 : large_block / sizeof(Acc)];
@@ -155,7 +155,7 @@ void fold(const Reduction& r) {
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
     const auto input = [&](int k) { return static_cast<const T*>(r.input[k]) + begin; };
-    T* const out = at_output ? static_cast<T*>(r.output[0]) + begin : result;
+    T* const out = stores_directly ? static_cast<T*>(r.output[0]) + begin : result;
     if (r.inputs == 2) {
       combine<Op>(input(0), input(1), out, n);
     } else {
@@ -163,7 +163,7 @@ void fold(const Reduction& r) {
       for (int k = 2; k < r.inputs - 1; k++) combine<Op>(static_cast<const Acc*>(acc), input(k), acc, n);
       combine<Op>(static_cast<const Acc*>(acc), input(r.inputs - 1), out, n);
     }
-    for (int k = at_output ? 1 : 0; k < r.outputs; k++) {
+    for (int k = stores_directly ? 1 : 0; k < r.outputs; k++) {
       copy_out(static_cast<T*>(r.output[k]) + begin, out, n * sizeof(T), r.nontemporal);
     }
   }

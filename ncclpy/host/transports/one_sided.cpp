@@ -69,12 +69,12 @@ void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
   const auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
   AwaitedRanks awaited(comm, data_side);
   const Rendezvous::WaiterRegistration registration(comm.rendezvous);
-  std::vector<int> told;
+  std::vector<int> published;
   const auto over = [&] {
     if (there() || comm.health.stopped() || finds_disagreement(comm)) return true;
     std::vector<int> missing = ranks_without_signals(comm, operations, count);
-    if (missing != told) {
-      told = missing;
+    if (missing != published) {
+      published = missing;
       awaited.set(std::move(missing));
     }
     return false;

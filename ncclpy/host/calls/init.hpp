@@ -13,8 +13,8 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
 // destroy its ranks one after the other.
 void depart(const std::shared_ptr<Comm>& comm, bool wait);
 
-// Removes the handle of a communicator that could not be made, and sets `*newcomm` to NULL. A nonblocking communicator
-// whose initialisation fails after it has begun keeps its handle, which is needed to read the async error.
+// Removes the handle of a communicator that could not be made, and sets `*newcomm` to NULL. If the initialisation of a
+// nonblocking communicator has begun and then fails, the handle stays: it is needed to read the async error.
 void drop_handle(const std::shared_ptr<Comm>& comm, ncclComm_t* newcomm);
 
 }  // namespace ncclpy::host

@@ -27,7 +27,7 @@ std::string environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// A parameter whose value is a 32-bit integer or a text; the other function is null.
+// A parameter. Its value is a 32-bit integer (`number`) or a text (`text`); the other function is null.
 struct Parameter {
   const char* key;
   int32_t (*number)();

@@ -29,7 +29,7 @@ class Queue {
     put(ticket);
     issued_.store(ticket + 1, std::memory_order_release);
   }
-  // Takes a place in the order for a launch of a graph, whose tasks are queued without issue().
+  // Takes a place in the order for a launch of a graph, which queues its tasks without issue().
   uint64_t take_ticket() {
     std::lock_guard lock(issuing_);
     return issued_.fetch_add(1, std::memory_order_acq_rel);

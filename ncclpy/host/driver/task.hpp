@@ -2,8 +2,8 @@
 // queueing a copy, an event or a callback allocates nothing; unlike std::function, a task may own what cannot be
 // copied.
 //
-// A task whose function returns false was suspended by a thread with a time limit (WaitControl), and must be called
-// again. Such a thread runs interruptible tasks only.
+// If a task's function returns false, a thread with a time limit (WaitControl) has suspended the task, which must be
+// called again. Such a thread runs interruptible tasks only.
 #pragma once
 
 #include <cstddef>

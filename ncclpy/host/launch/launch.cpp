@@ -69,7 +69,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Launc
   }
   for (size_t& i = progress.next_collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
-    if (comm.health.stopped()) {  // perhaps in the previous collective, at whose barriers other ranks may still wait
+    if (comm.health.stopped()) {  // perhaps in the previous collective; other ranks may still wait at its barriers
       if (!hang_until_released(comm)) return false;
       abandon_operations(comm, &operations[i], 1);
       continue;

@@ -77,8 +77,8 @@ inline void from_float(float value, SmallFloat<Bits, E, M, FINITE>& out) {
   // Normal results: rebias, then round the dropped bits to nearest even. A carry into the exponent is correct.
   uint32_t rebased = magnitude - (uint32_t(127 - bias) << 23);
   uint32_t normal = (rebased + ((1u << (shift - 1)) - 1) + ((rebased >> shift) & 1)) >> shift;
-  // Subnormal results: adding a number whose last bit has the weight of the result's last bit makes the FPU round to
-  // nearest even.
+  // Subnormal results: adding a number with a last bit of the same weight as the result's last bit makes the FPU round
+  // to nearest even.
   constexpr uint32_t magic = uint32_t(127 - bias + 1 + shift) << 23;
   uint32_t subnormal = bits_of(float_of(magnitude) + float_of(magic)) - magic;
   uint32_t result = magnitude < (uint32_t(127 - bias + 1) << 23) ? subnormal : normal;

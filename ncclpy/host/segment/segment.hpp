@@ -251,8 +251,8 @@ class Segment {
   // Reports to all ranks that two messages do not match, unless a mismatch was reported before, and wakes all waiting
   // threads.
   void report_disagreement(const std::string& text);
-  // Marks ranks dead whose processes have ended, even if no watcher has noticed it yet. Returns the first dead rank,
-  // or -1.
+  // Marks each rank dead if its process has ended, even if no watcher has noticed the end yet. Returns the first dead
+  // rank, or -1.
   int find_dead_ranks();
   // Whether the processes of the ranks are watched (watch.hpp). set_watched returns true to its first caller only;
   // `on_destroyed` is called by the destructor.

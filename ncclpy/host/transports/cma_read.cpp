@@ -22,7 +22,7 @@ constexpr size_t min_block = 64 << 10;
 // From likely_block on, one copy by the kernel mostly takes less time than two copies through the cache, from
 // sure_block on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
-// The likely_block of reductions, whose data pass through the cache either way. It applies in three cases only: with
+// The likely_block of reductions: their data pass through the cache either way. It applies in three cases only: with
 // two ranks; to a reduce-scatter, in which each rank reads all that it needs at once; and with more ranks than cores,
 // where it matters most that ranks wait for each other less often.
 constexpr size_t likely_reduced = 1 << 20;

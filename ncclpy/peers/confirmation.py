@@ -27,7 +27,8 @@ _CONFIRMED_PREFIX = "heard/"
 #: and for a live one.
 _POLL_INTERVAL = 0.1
 _STOPPED_PATIENCE, _LIVE_PATIENCE = 1.0, 5.0
-#: Set when Python ends, which closes its stores: an abort from then on could not be told, and its kernels end anyway.
+#: Set when Python ends and closes its stores: an abort after that could not be told to the other ranks, and the kernels
+#: end with the process anyway.
 _python_ends = threading.Event()
 atexit.register(_python_ends.set)
 #: Seconds to wait for the write of the end to the store, before the wait for confirmations begins.
@@ -41,7 +42,7 @@ _ends: set[Confirmation] = set()
 def wait_for_ends() -> None:
     """Wait until the other ranks know of the ends that this process tells, `EXIT_PATIENCE` seconds at most.
 
-    A process that serves a store calls it before the store ends: the other ranks read there what the ranks do.
+    A process that serves a store calls this before the store ends: the other ranks read there what the ranks do.
     """
     deadline = time.monotonic() + EXIT_PATIENCE
     while _ends and time.monotonic() < deadline:
@@ -51,10 +52,11 @@ def wait_for_ends() -> None:
 class Patience:
     """How long ranks that have not confirmed are waited for.
 
-    There is no wait for a rank whose process has ended. The wait for a stopped rank ends when one stop, without a
-    break, has lasted a second: a rank that continues after such a stop asks before it counts an operation as
-    successful (`engine.work`). After shorter stops a rank does not ask, so a series of them does not count as one. The
-    wait for another rank ends when that rank has run for five seconds.
+    The wait for a rank ends when the rank has run for five seconds. The wait for a stopped rank ends earlier, when one
+    stop has lasted a second without a break: a rank that continues after such a stop asks whether the group has ended
+    before it counts an operation as successful (`engine.work`). After a shorter stop a rank does not ask, so several
+    short stops do not count as a long one. A rank that has ended, is lost, has closed the group or has not joined it is
+    not waited for.
 
     Parameters
     ----------
@@ -84,7 +86,8 @@ class Patience:
             return moment - first < _STOPPED_PATIENCE
         seen = self._seen.get(rank, self._begun)
         self._seen[rank] = moment
-        if seen is not None:  # in a longer interval the rank may have been stopped unseen
+        if seen is not None:
+            # At most one poll interval: in a longer interval the rank may have been stopped unseen.
             self._ran[rank] = self._ran.get(rank, 0.0) + min(moment - seen, _POLL_INTERVAL)
         return self._ran.get(rank, 0.0) < _LIVE_PATIENCE
 
@@ -119,7 +122,7 @@ class Confirmation:
         self._confirmed_at = 0.0  # when this process has confirmed
 
     def begin(self) -> None:
-        """Note in `_ends` that this process tells an end, before the program sees it; `wait_shortly` ends the note."""
+        """Add this to `_ends`, before the program sees the end that this process tells; `wait_shortly` removes it."""
         _ends.add(self)
 
     def confirm(self) -> None:
@@ -144,7 +147,7 @@ class Confirmation:
         return not _python_ends.is_set()
 
     def wait_shortly(self, limit: float) -> bool:
-        """Wait as `wait` does for so many seconds at most; return False if the store is gone.
+        """Wait as `wait` does, `limit` seconds at most; return False if the store is gone.
 
         The store may end with the process of the rank that serves it.
         """

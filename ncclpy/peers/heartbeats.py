@@ -1,10 +1,11 @@
 """Heartbeats: how a rank knows that ranks on other machines are alive, in a store that has no leases.
 
 Each rank with peers on another machine increments a count under a key of its own, in a thread that needs no GIL if the
-store has one. A rank that waits reads the counts of the others. A rank announces, with its count, after how many
-seconds without a change it is silent: then its process or its machine has ended, is stopped, or cannot reach the store
-any more. Which of these is the case cannot be known. So before an abort the others wait for a silent rank like for a
-live one (`confirmation`), and if it runs again it raises what the others have raised.
+store has one. A rank that waits reads the counts of the others. With its count, each rank announces after how many
+seconds without a change it counts as silent. The process or the machine of a silent rank has ended, is stopped, or
+cannot reach the store any more; which of these is the case cannot be known. So before an abort the others wait for a
+silent rank as for a live one (`confirmation`), and a silent rank that runs again raises the error that the others have
+raised.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ __all__ = ["Heartbeats"]
 #: The key of the number of ranks that have made the group; and the prefix of the keys of heartbeats, whose values are
 #: the seconds that the rank announces and its count.
 _MADE_KEY, _BEAT_PREFIX = "processes/come", "beat/"
-#: Seconds between two beats, and seconds without a beat until a rank is silent: of a thread that needs no GIL, and of
-#: Python.
+#: Seconds between two beats, and seconds without a beat until a rank is silent: first for ranks with a beating thread
+#: that needs no GIL, then for ranks that beat from Python.
 _PERIOD, _SILENCE = 0.2, 1.25
 _PERIOD_OF_PYTHON, _SILENCE_OF_PYTHON = 1.0, 6.0
 #: The most seconds of an interval between two reads that count as a rank's silence: in a longer interval the reader or
 #: the store was slow.
 _MAX_READ_INTERVAL = 0.4
-#: The most ranks on other machines that one rank reads: those that follow it.
+#: The most ranks on other machines that one rank reads: the first ones that follow it.
 _MAX_READ_RANKS = 32
 
 
@@ -50,7 +51,7 @@ class _BeatReading:
     Attributes
     ----------
     value, read_at
-        Its count, and when it was read last.
+        The value of the rank's key (seconds and count), and when it was read last.
     silent
         For how many seconds the count has not changed.
     is_reported
@@ -89,7 +90,7 @@ class Heartbeats:
         self._over = threading.Event()
         self._begun = False
         self._all_have_made = False  # whether all ranks have made the group
-        self._waited_for: object = None  # at the last look
+        self._waited_for: object = None  # what this process waited for at the last look
         self._count, self._due = 0, 0.0
         self._readings: dict[int, _BeatReading] = {}
         self._silent: dict[int, bytes] = {}
@@ -129,7 +130,7 @@ class Heartbeats:
         return []
 
     def beat(self) -> None:
-        """Begin to beat once a rank of another machine has made the group; beat, unless the store's thread beats."""
+        """Increment the count, unless the store's thread does; begin once a rank elsewhere has made the group."""
         if self._over.is_set() or (self._all_have_made and not self._begun):
             return
         moment = time.monotonic()
@@ -145,7 +146,8 @@ class Heartbeats:
             self.close()
 
     def _count_made(self) -> None:
-        nmade = number_of(self._value(_MADE_KEY))  # first: ranks publish their process before they count themselves
+        # Read before the processes: ranks publish their process before they count themselves.
+        nmade = number_of(self._value(_MADE_KEY))
         self._processes.look()
         self._all_have_made = nmade >= self._size
         if not self._begun and nmade > len(self._processes.here):

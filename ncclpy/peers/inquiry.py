@@ -1,7 +1,7 @@
 """What the other ranks do, asked by a rank in trouble before the program sees its error.
 
-A thread of its own asks: a store may be stuck for minutes, and a signal handler may interrupt the thread that waits
-for the answer, or may itself ask during another question.
+A separate thread asks, since the store may be stuck for minutes. A signal handler may interrupt the thread that waits
+for the answer, and may itself ask during another question.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ __all__ = ["PeerProcesses"]
 
 _log = logging.getLogger("ncclpy")
 
-#: The prefix of the keys of machines, and the key of this one. Its value has a line for each rank of a group on the
-#: machine: rank, pid and start time of the process.
+#: The prefix of the keys of machines, and the key of this machine. The value of a machine's key has a line for each
+#: rank of a group on the machine: rank, pid and start time of the process.
 _PREFIX = "processes/"
 _PROCESSES = f"{_PREFIX}{quote(MACHINE, safe='')}"
 
@@ -97,7 +97,7 @@ class PeerProcesses:
 
         self._watched[rank], self._known[rank] = _nothing, (pid, start)
         stop = self._watched[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
-        if self._over:  # meanwhile
+        if self._over:  # closed meanwhile
             stop()
 
 

@@ -90,10 +90,10 @@ class Start:
         NcclRemoteError
             If one of them has failed.
         """
-        everyone = range(self.place.size)
+        all_ranks = range(self.place.size)
         try:
             return self.rendezvous.meet(
-                self.rendezvous_key, everyone, self._what, brought, _first, self._seconds, lambda: True
+                self.rendezvous_key, all_ranks, self._what, brought, _first, self._seconds, lambda: True
             )
         except NcclTimeout as late:
             describe_late(late)
@@ -112,13 +112,13 @@ class Start:
         except StoreError:  # the store reports no changes
             threading.Thread(target=self._poll, name="ncclpy-start", daemon=True).start()
             return
-        end = end_of(self.store)  # before the watch began
+        end = end_of(self.store)  # the watch does not report an end that was told before it began
         failure = None if end is None else self._failure_of(end)
         if failure is not None:
             raise failure
 
     def end_start(self, ready: bool) -> None:
-        """Stop listening; clear the rendezvous away if the communicator is `ready`: all ranks have reached NCCL."""
+        """Stop listening; if the communicator is `ready`, all ranks have reached NCCL: clear the rendezvous away."""
         self._stop_listening()
         if ready and self.place.rank == 0:
             self.rendezvous.forget(self.rendezvous_key, range(self.place.size))

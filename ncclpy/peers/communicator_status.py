@@ -84,7 +84,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
 
     def _look(self, rank: int) -> dict[str, Any]:
         owner = self._owner()
-        if owner is None:  # it was dropped, which its destructor could not tell the others
+        if owner is None:  # it was dropped; its destructor could not tell the others
             return {"current": None, "finished": None, "since": None, "closed": True}
         return self._status_of_owner(owner, rank)
 
@@ -131,11 +131,11 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             self._end_owner(owner, text, kind)
 
     def _take_gone(self, rank: int, why: str, waiting: object = None) -> None:
-        """Take the news that the process of a rank has ended, see `_look_again`."""
+        """Schedule `_look_again` for a rank with an ended process; `waiting` is what waited at the last look."""
         call_at(time.monotonic() + _GRACE, functools.partial(self._look_again, rank, why, waiting))
 
     def _look_again(self, rank: int, why: str, waiting: object) -> None:
-        """End the communicator, as a rank is gone, if an operation waits that waited at the last look too."""
+        """End the communicator if an operation waits that waited at the last look too; otherwise look again later."""
         if self.is_over or self._owner() is None:
             return
         waits = self.waits_for()

@@ -34,9 +34,9 @@ _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _SILENT_STORE_PAUSE = 10.0
-#: Seconds since its last question after which a rank, which may have been stopped, asks the store whether the
-#: communicator has ended meanwhile; until the answer it counts no completed operation as successful. The others wait a
-#: second for a stopped rank.
+#: A rank that has not asked the store for this many seconds may have been stopped. It asks whether the communicator
+#: has ended meanwhile, and counts no completed operation as successful until the answer. The others wait a second for
+#: a stopped rank.
 _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
 _MAX_CHECKED = 16
@@ -134,8 +134,8 @@ class LauncherPeers(PeerStatusHook):
     def has_ended(self) -> bool:
         """Return whether another rank has ended the communicator.
 
-        The store is asked if this process may have been stopped since the last question: during a stop it is told
-        nothing.
+        The store is asked only if this process may have been stopped since the last question: a stopped process is not
+        told of an end.
         """
         if self._ended_elsewhere:
             return True
@@ -164,7 +164,7 @@ class LauncherPeers(PeerStatusHook):
         return 0
 
     def wait_until_left(self, seconds: float) -> int:
-        """Wait until the others have been told, for so many seconds at most."""
+        """Wait until the others have been told that this rank has left, for so many seconds at most."""
         if self._leaving is not None and _last_silence is None:
             self._leaving.join(seconds)
         return 0

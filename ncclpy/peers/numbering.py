@@ -204,7 +204,8 @@ class Numbering:
             if each.isdigit() and int(each) < number:
                 part = self.part(int(each))
                 present = ranks_of(part.keys(RankRendezvous.alive_key(""))) - ranks_of(part.keys(f"{_LEFT}/"))
-                if all(has_ended(part, rank) for rank in present):  # in stores without leases their keys stay
+                # In stores without leases the keys of ended processes stay.
+                if all(has_ended(part, rank) for rank in present):
                     _clear(part)
 
     # Earlier processes of this rank.
@@ -217,7 +218,7 @@ class Numbering:
         if has_closed(self.part(last.number), last.rank):  # the other ranks count that group as well
             return True
         ended, lives = self._has_ended(last.number), self.lives(last)
-        if self._base() >= last.number:  # meanwhile
+        if self._base() >= last.number:  # another rank has skipped the number meanwhile
             return False
         own_text = _Made(0, self._rank, self._size, self._process).process_text
         if lives and not ended:
@@ -230,7 +231,7 @@ class Numbering:
         return False
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:
-        """Return whether this rank stays in the group of this number, or the ranks skip the number.
+        """Return True if this rank stays in the group of this number, False if the ranks skip the number.
 
         A group that other ranks make with another size raises ValueError.
         """
@@ -272,7 +273,10 @@ class Numbering:
         raise ValueError(text)
 
     def _skip(self, number: int, gone: _Made, why: str) -> None:
-        """Have all ranks skip the numbers up to this one, whose group a process has left; tell ranks still in them."""
+        """Have all ranks skip the numbers up to this one; tell the ranks that are still in groups of these numbers.
+
+        `gone` is the process that has left the group of this number.
+        """
         text = (
             f"rank {self._rank} of {self._size}: rank {gone.rank} is gone: {gone.process_text} has ended or failed, "
             f"and {why}"

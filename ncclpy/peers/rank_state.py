@@ -1,7 +1,7 @@
 """What each rank of a process group, or of a communicator, was last seen to do.
 
-A rank's status is what it has begun last and not finished, what it has finished last, and since when. It is sent as
-JSON, with the wall clock: ranks are on several machines.
+A rank's status is the first operation that it has begun and not finished, the last operation that it has finished, and
+since when. It is sent as JSON, with times of the wall clock, since ranks may be on several machines.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class OperationInfo:
     operation
         Its name, such as ``"all_reduce"``; for a coalesced group, the name of its first operation.
     seq
-        Its number among the group's collectives or, for a send or receive between two ranks, among those of the two.
+        Its number among the group's collectives or, for a send or receive, among those of these two ranks.
     dtype
         The name of its data type.
     count
-        Elements, as NCCL counts them; 0 for an all-to-all of parts that differ.
+        Elements, as NCCL counts them; 0 for an all-to-all with parts of different sizes.
     op
         The reduction's name, None where nothing is reduced.
     root
-        The root, or the peer of a send or receive, of ``"sendrecv"`` the rank that it receives from; None where there
-        is none, or several in a coalesced group.
+        The root; for a send or receive, the peer; for ``"sendrecv"``, the rank that it receives from. None for an
+        operation without a root or peer, and for a coalesced group with several of them.
     """
 
     operation: str
@@ -51,7 +51,7 @@ class OperationInfo:
     @property
     def name(self) -> str:
         """Its name and number: ``"all_reduce #17"``."""
-        if self.operation in PAIRS and self.root is not None:  # a block of them has several peers
+        if self.operation in PAIRS and self.root is not None:  # None for a block with several peers
             return f"{self.operation} #{self.seq} {'to' if self.operation == 'send' else 'from'} rank {self.root}"
         return f"{self.operation} #{self.seq}"
 
@@ -61,7 +61,7 @@ class OperationInfo:
         more = "" if self.op is None else f", {self.op}"
         if self.root is not None and self.operation not in PAIRS:
             more += f", root {self.root}"
-        # An all-to-all of parts that differ has no one count.
+        # An all-to-all with parts of different sizes has no single count.
         amount = "" if self.operation == "all_to_all" and not self.count else f" x {self.count:,}"
         return f"{self.name} ({self.dtype}{amount}{more})"
 
@@ -77,7 +77,7 @@ class RankState:
     state
         ``"running"``: it has begun `current`, which is not done. ``"blocked_on_input"``: it has begun `current`, and
         the device waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has
-        begun `current` on a communicator without a deadline, where it is not known whether that is done.
+        begun `current` on a communicator without a deadline, and it is not known whether `current` is done.
         ``"idle"``: it is in no operation of the group, and its Python runs. ``"in_other_group"``: it is in no
         operation of the group, but in one of another group or communicator. ``"in_rendezvous"``: likewise, but it
         waits for other ranks in a call such as `split`. ``"closed"``: it has closed the group, or given up the
@@ -98,10 +98,12 @@ class RankState:
     heard
         Seconds since its last known status; None if it never published one.
     where
-        For a rank that is ``"in_other_group"``, the name of the other group or communicator; for one that is
-        ``"in_rendezvous"``, the call: ``"split()"``, also ``"split() of process group 'other'"``. None for others.
+        For a rank that is ``"in_other_group"``, the name of the other group or communicator. For a rank that is
+        ``"in_rendezvous"``, the call: ``"split()"`` or, in another group, ``"split() of process group 'other'"``. None
+        in other states.
     kind
-        What `where` is the name of, ``"process group"`` or ``"communicator"``; None for others.
+        For a rank that is ``"in_other_group"``, what `where` names: ``"process group"`` or ``"communicator"``. None in
+        other states.
     stack
         Where its Python was when it answered: frames of the thread that made the group, or of the main thread, the
         innermost first, ``"train.py:41 in load"``. Empty if it did not answer, for the rank that has asked, and, in
@@ -125,7 +127,7 @@ def pack(status: dict[str, Any]) -> bytes:
 
 
 def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
-    """Return the state of a rank from its packed status; `state`, unless it is "", replaces the one in that status."""
+    """Return the state of a rank from its packed status; a `state` other than "" replaces the state in that status."""
     try:
         fields = json.loads(packed or b"{}")
         moment = time.time()
@@ -145,7 +147,8 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
             where, fields.get("kind", "process group") if where and "in_other_group" in fields else None,
             () if state else as_stack(fields.get("stack")),
         )  # fmt: skip
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version, or damaged
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        # The status is of another version, or damaged.
         return RankState(rank, state or "unknown")
 
 

@@ -137,7 +137,7 @@ class Reports:
                 self._published = status
 
     def while_open(self, call: Callable[[], _T]) -> _T:
-        """Return what a call that writes into the store returns; `StoreError` once this rank has closed.
+        """Make a call that writes into the store, and return its result; raise `StoreError` once this rank has closed.
 
         The last rank that closes clears the store: nothing may be written after that.
         """
@@ -150,7 +150,7 @@ class Reports:
         """Answer all questions up to this number that were not answered.
 
         If the number is below the last one answered, only the question of this number is answered: something other
-        than a rank has written one of the two numbers, and ranks that ask next increment this one.
+        than a rank has written one of the two numbers, and the next ranks that ask increment the lower number.
         """
         first = max(self._answered + 1, number - _MAX_QUESTIONS + 1) if number > self._answered else number
         for each in range(first, number + 1 if number != self._answered else number):
@@ -232,7 +232,10 @@ class Reports:
         return state if state in ("closed", "ended") else ""
 
     def process_of(self, rank: int) -> str:
-        """Return what is known of a rank's process without asking it: ended, lost, stopped, or something else."""
+        """Return the state of a rank without asking it.
+
+        One of closed, not_joined, ended, stopped, lost, unresponsive and unknown, see `RankState.state`.
+        """
         return self._describe(rank, last=True).state
 
     def stop_of(self, rank: int) -> int:
@@ -249,7 +252,10 @@ class Reports:
         return dict(zip(arrived, self.store.multi_get(arrived, 1.0), strict=True)) if arrived else {}
 
     def _describe(self, rank: int, *, last: bool) -> RankState:
-        """Return why a rank does not answer, with ``""`` as the state if it may still answer."""
+        """Return why a rank does not answer; the state is ``""`` if it may still answer.
+
+        With `last` the wait for its answer is over: the state is never ``""``.
+        """
         packed = self.store.compare_set(self.key(rank), None, None)[1]
         status = _status_in(packed)
         if status.get("closed"):
@@ -280,18 +286,18 @@ class Reports:
         return f"{ANSWERS}{number}/{rank}"
 
 
-def log_silence(who: str, error: Exception) -> None:
+def log_silence(title: str, error: Exception) -> None:
     """Log that ranks no longer publish what they do, as a warning unless their store was closed or has ended.
 
     Parameters
     ----------
-    who
-        The ranks.
+    title
+        What names the ranks in the log: `StatusService.own_title`.
     error
         What their store has raised.
     """
     expected = type(error) is StoreError or isinstance(error, StoreEnded)
-    _log.log(logging.DEBUG if expected else logging.WARNING, "%s no longer publishes what it does: %s", who, error)
+    _log.log(logging.DEBUG if expected else logging.WARNING, "%s no longer publishes what it does: %s", title, error)
 
 
 def has_closed(store: Store, rank: int) -> bool:
@@ -380,7 +386,7 @@ def has_begun_to_end(pid: int, start: str) -> bool:
 def voluntary_switches(pid: int) -> int:
     """Return how often the main thread of a process has left its core by itself, 0 if there is no such process.
 
-    A stop adds one. A number that is the same at two moments at which the process is stopped shows that it has not run
+    A stop adds one. If the number is the same at two moments at which the process is stopped, the process has not run
     between them.
     """
     head, _, tail = _read(f"/proc/{pid}/status").partition("\nvoluntary_ctxt_switches:")

@@ -67,12 +67,12 @@ class End:
     summary, states
         What all ranks did when the end was told, in a sentence and as data.
     handles
-        The handles of the groups that are reconfigured together, if this is why.
+        The handles of the groups that are reconfigured together, if the group ends because of that.
     kind
         The name of the class of the exception on the rank that tells the end: all ranks raise this class.
     only_if_asked
-        Whether ranks ignore it when it is announced and read it only on their own, such as after their process was
-        stopped; normally they learn of this end in another way.
+        Whether ranks ignore this end when it is announced, since they normally learn of it in another way. They read
+        it only when they ask on their own, such as after their process was stopped.
     """
 
     text: str
@@ -101,7 +101,7 @@ def tell_end(store: Store, end: End) -> None:
     """Tell the ranks of a part of a store that their group has ended, unless another rank was faster."""
     first, present = store.compare_set(ENDED, None, end.packed())
     if not first and present is not None and not end.only_if_asked and read_end(present, store).only_if_asked:
-        store.set(ENDED, end.packed())  # all ranks have to be told this one
+        store.set(ENDED, end.packed())  # all ranks have to be told `end`; they ignore the end that was there
 
 
 def end_of(store: Store) -> End | None:
@@ -271,7 +271,8 @@ class StatusService:
                     self.publish()
             if not self.is_watched:
                 self._hear_heartbeats()
-            if not self._has_polled or not self.is_watched:  # once also with a watch: for what was written before it
+            # With a watch this is done once, for what was written before the watch began.
+            if not self._has_polled or not self.is_watched:
                 self._answer(self.store.compare_set(ASKED, None, None)[1])
                 self._hear_end(self.store.compare_set(ENDED, None, None)[1])
                 self._has_polled = True
@@ -349,7 +350,7 @@ class StatusService:
                 return decode(_unpacked_answer, self.store.get(key, _ANSWER_TIMEOUT), self.store, key)
             found = keep_stacks(self.collect(), subject)
             summary = sentence(self.name, found, self.size, subject, self._kind)
-            if failure_prefix is not None:  # before a program sees its error, which may end its process
+            if failure_prefix is not None:  # before the program sees its error and, perhaps, ends the process
                 answer = {"said": summary, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
                 packed = json.dumps(answer).encode(errors="replace")
                 self.reports.while_open(lambda: self.store.set(key, packed))

@@ -29,7 +29,8 @@ _MAX_STACKS, _MAX_STACKS_IN_TEXT = 8, 2
 
 #: States that no operation explains: the others wait for such a rank, and it is always named.
 _AWAITED_STATES = ("ended", "stopped", "unresponsive", "lost", "not_joined", "closed", "unknown")
-#: States in which not all ranks are named if there are many; in the others each may be waited for, and all are named.
+#: States of which a clause names only some ranks if there are many. In the other states each rank may be one that
+#: others wait for, so all are named.
 _SHORTENED_STATES = ("in_other_group", "in_rendezvous", "running", "launched")
 #: All states in the order of the sentence; ranks that wait in the operation that is asked about come after them.
 _ORDER = (*_AWAITED_STATES, "blocked_on_input", "idle", "in_other_group", "in_rendezvous", "running", "launched")
@@ -243,7 +244,7 @@ def _awaited_template(state: RankState, last: str) -> tuple[str, int]:
         "lost": "{who} cannot be reached: the process has ended, or its machine or network is gone",
         "not_joined": "{who} {have} not made this {thing}",
     }
-    if state.state not in templates:  # perhaps of another version
+    if state.state not in templates:  # "unknown", or a state of another version
         return "what {who} {do} is not known" + last, _ORDER.index("unknown")
     return templates[state.state] + ("" if state.state == "not_joined" else last), _ORDER.index(state.state)
 

@@ -27,8 +27,8 @@ _CONFIRMED_PREFIX = "heard/"
 #: and for a live one.
 _POLL_INTERVAL = 0.1
 _STOPPED_PATIENCE, _LIVE_PATIENCE = 1.0, 5.0
-#: Set when Python ends and closes its stores: an abort after that could not be told to the other ranks, and the kernels
-#: end with the process anyway.
+#: Set when Python ends and closes its stores: an abort after that could not be told to the other ranks, and the
+#: kernels end with the process anyway.
 _python_ends = threading.Event()
 atexit.register(_python_ends.set)
 #: Seconds to wait for the write of the end to the store, before the wait for confirmations begins.
@@ -55,8 +55,8 @@ class Patience:
     The wait for a rank ends when the rank has run for five seconds. The wait for a stopped rank ends earlier, when one
     stop has lasted a second without a break: a rank that continues after such a stop asks whether the group has ended
     before it counts an operation as successful (`engine.work`). After a shorter stop a rank does not ask, so several
-    short stops do not count as a long one. A rank that has ended, is lost, has closed the group or has not joined it is
-    not waited for.
+    short stops do not count as a long one. A rank that has ended, is lost, has closed the group or has not joined it
+    is not waited for.
 
     Parameters
     ----------

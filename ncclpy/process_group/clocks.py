@@ -1,8 +1,8 @@
 """How far this machine's clock is from the clock of rank 0, which is asked through the group's store.
 
-Rank 0 answers with the time of its clock, which it has read at some moment between question and answer. So this time,
-taken for the middle of the round trip, is wrong by half of the round trip at most; of several round trips the shortest
-counts. A rank that shares the clock of rank 0, as on one machine, does not ask.
+Rank 0 reads its clock at some moment between question and answer, and answers with that time. The asking rank takes it
+for the time at the middle of the round trip, which is wrong by half of the round trip at most; of several round trips
+the shortest counts. A rank that shares the clock of rank 0, as on one machine, does not ask.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ANSWER_PREFIX = "clock/told/"
 #: Round trips of one comparison, and seconds to wait for each answer.
 _ROUND_TRIPS = 8
 _PATIENCE = 2.0
-#: Seconds between two comparisons; between the first two attempts to find the clock of rank 0; and the drift of
-#: clocks, some 20 us a second.
+#: Seconds between two comparisons; seconds between the first two attempts to find the clock of rank 0; and the drift
+#: of clocks, some 20 us a second.
 _COMPARE_INTERVAL = 60.0
 _FIRST_INTERVAL = 0.5
 _DRIFT = 20e-6

@@ -129,7 +129,7 @@ class GroupStatus(StatusService):
             part = self._numbering.part(self.number)
             self.before = self._before
         self._meetings: list[tuple[str, float]] = []  # rendezvous of all ranks that this rank is at, and since when
-        self._joins: list[str] = []  # communicators whose rendezvous this rank is at
+        self._joins: list[str] = []  # labels of communicators that this rank is at the rendezvous of
         self._threads: list[int] = []  # threads that are at a rendezvous
         self._at_no_meeting = threading.Condition()  # guards these lists
         self._leaving = False
@@ -232,7 +232,7 @@ class GroupStatus(StatusService):
         return self.rendezvous.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
-        """Raise ValueError unless all ranks so far have the same `check`: with different ones, they would hang."""
+        """Raise ValueError if the rank that was here first has another `check`: ranks with different ones would hang."""
         own_words = f"rank {self.rank} of {self.size} has {check!r}"
         first = self.store.compare_set(_CHECK_KEY, None, json.dumps([check, own_words]).encode())[1]
         first_check, first_words = decode(_check_of, first or b"[]", self.store, _CHECK_KEY)
@@ -330,7 +330,7 @@ class GroupStatus(StatusService):
                 self.on_gone(rank, "its lease in the store has ended")
 
     def _report_ended_lease(self, change: Change) -> None:
-        """Tell the others of a rank with an ended lease, unless it has closed the group."""
+        """Tell the others of a rank with an ended lease, unless the rank has closed the group."""
         if change.value is None and not self.is_over:
             with contextlib.suppress(StoreError, NcclTimeout):
                 for rank in ranks_of([change.key]):
@@ -407,15 +407,15 @@ class GroupStatus(StatusService):
     def leave(self, *, continued: bool = False) -> None:
         """Leave the group; the last live rank that leaves deletes what all ranks have written.
 
-        If ranks have `continued` without others, the keys stay while there is a rank that is only lost, which means
-        that its lease has ended: it may run again, and has to find the survivors' decision.
+        With `continued`, ranks have continued without others: then the keys stay while there is a rank of which only
+        the lease has ended. It may run again, and has to find the survivors' decision.
         """
         lost = ("ended",) if continued else ("ended", "lost")
 
         def is_gone(rank: int) -> bool:
             return self.condition_of(rank) in lost
 
-        def go() -> None:
+        def leave_part() -> None:
             if self._numbering is not None:
                 self._numbering.leave(self.number, is_gone)
             else:
@@ -423,9 +423,10 @@ class GroupStatus(StatusService):
 
         with self._at_no_meeting:
             self._leaving = True
-            own = threading.get_ident()  # not waited for: this may be a signal handler within its own rendezvous
+            # This thread is not waited for: it may be in a signal handler that has interrupted its own rendezvous.
+            own = threading.get_ident()
             self._at_no_meeting.wait_for(lambda: all(each == own for each in self._threads), _WRITE_TIMEOUT)
-        _within(_WRITE_TIMEOUT, go)
+        _within(_WRITE_TIMEOUT, leave_part)
 
     def closed_ranks(self) -> dict[int, dict[str, int]]:
         """Return, for each rank that has closed the group, how many operations it has begun, by communicator."""

@@ -157,7 +157,8 @@ def close_opened_store(store: Store) -> None:
 def _address(store: Store) -> str:
     """Return the address by which other processes reach a store.
 
-    A store without one has a text instead: a LocalStore its identity, any other store only the name of its type.
+    A store without an address gets a text that no process can connect to: a LocalStore its process and identity, any
+    other store only the name of its type.
     """
     prefixes: list[str] = []
     while isinstance(store, PrefixStore):

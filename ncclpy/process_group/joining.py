@@ -27,7 +27,11 @@ _ANSWER_TIMEOUT = 1.0
 
 
 class _JoinKeys:
-    """The keys by which one group is joined."""
+    """The keys by which one group is joined.
+
+    The joining process sets ``asks`` (its request) and ``comes`` (its answer to the invitation); rank 0 of the group
+    sets ``invited`` and ``goes`` (the reply).
+    """
 
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
@@ -54,7 +58,7 @@ class Joiner(_JoinKeys):
     handle
         The handle of this process's own group, which has one rank.
     check
-        How this process compares collectives; all ranks do so alike.
+        How this process compares collectives; the same on all ranks.
     """
 
     def __init__(self, store: Store, name: str, handle: str, check: str = "off") -> None:
@@ -129,8 +133,8 @@ class Admitter(_JoinKeys):
     def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
         """Invite the processes that ask; return the handles of those that answer within a second, by number.
 
-        A process whose `check` differs from that of these ranks is not admitted, and is told why: they would wait for
-        each other.
+        A process with another `check` than these ranks is not admitted, and is told why: the process and the ranks
+        would wait for each other.
         """
         request_keys = self.store.keys(self.key("asks", ""))
         numbers = [key.rpartition("/")[2] for key in request_keys]
@@ -172,5 +176,5 @@ class Admitter(_JoinKeys):
 
     def _tell(self, joiners: dict[str, str], what: object) -> None:
         for number in joiners:
-            self.store.delete(self.key("asks", number))  # no later admission invites it
+            self.store.delete(self.key("asks", number))  # so no later admission invites this process
             self.store.set(self.key("goes", number), json.dumps(what).encode())

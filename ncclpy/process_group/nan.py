@@ -1,4 +1,4 @@
-"""The package of an array, and the check for NaNs in what is sent (`check_nan=True`).
+"""Look up by the package of an array's type, and check arrays for NaNs before they are sent (`check_nan=True`).
 
 No framework is imported: a program that passes an array has imported the array's framework.
 """
@@ -53,7 +53,7 @@ class NanCheck:
         operation : str
             Its name, for the error.
         producer : optional
-            The stream that produces it, where the caller has named one: the CPU waits for what is on it.
+            The stream that produces what is sent, if the caller has named one: the CPU waits for the work on it.
 
         Raises
         ------

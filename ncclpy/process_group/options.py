@@ -67,9 +67,9 @@ class Completion:
     group
         The group's name.
     operation
-        Its name, such as ``"all_reduce"``; of a coalesced group, the name of its first operation.
+        Its name, such as ``"all_reduce"``; for a coalesced group, the name of its first operation.
     seq
-        Its number among the group's collectives or, if it is point to point, among those of its communicator.
+        Its number among the group's collectives; for sends and receives, among those of its communicator.
     count, nbytes
         Elements, as NCCL counts them, and bytes of the buffer that determines its size; summed for a coalesced group.
     created, launched, completed
@@ -101,7 +101,7 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
     name
         The group's name.
     failure
-        The error that has ended it. If its text begins with the group, the group is named once.
+        The error that has ended it. If its text begins with the group's name, the result still names the group once.
     kind
         The class of the error.
     """
@@ -135,7 +135,7 @@ def abort_when_confirmed(
     reason: str,
     tell_readers: Callable[[], object] | None,
 ) -> None:
-    """Abort a group's communicators once all ranks are told of the end and have confirmed it, or cannot.
+    """Abort a group's communicators once all ranks are told of the end and have confirmed it, or cannot confirm it.
 
     Before that, `tell_readers` raises the error in the threads that wait for the group by a stream.
     """

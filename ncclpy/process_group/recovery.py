@@ -2,7 +2,7 @@
 
 Each survivor sets a key of its own, which is deleted when its process ends. The lowest of them waits until every rank
 that is not known to be gone has set its key, or until its timeout. Then it writes which ranks continue under one key
-that can be written once; a rank whose timeout is earlier writes the decision itself. So all ranks get one decision,
+that can be written once; a rank with an earlier timeout writes the decision itself. So all ranks get one decision,
 and a rank that is not in it cannot continue without the others. The decision has the uuid of the survivors' new
 rendezvous. If one of them dies meanwhile, the ranks at that rendezvous decide again, in that rendezvous' part of the
 store. So the decisions of a group are a chain, and two parts of a group can never both continue.
@@ -64,7 +64,7 @@ class PreviousMembership:
     is_lost
         Called with a rank from before; returns whether it can no longer take part.
     origin
-        The ranks from before, by rank now.
+        For each rank as numbered now, its rank from before.
     size
         The number of ranks before.
     finished
@@ -142,7 +142,7 @@ def decide_to_move(store: Store, name: str, rank: int) -> None:
     Raises
     ------
     NcclError
-        If ranks have decided before to continue without some.
+        If the ranks have already decided to continue without some of them.
     """
     _, decision = _latest_decision(store, json.dumps({"moved": True}).encode())
     if "moved" not in decision:

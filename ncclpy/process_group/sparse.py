@@ -108,7 +108,7 @@ class SparseSum:
     def __call__(self):
         """Return the unique indices and the sums of their values; called when everything is gathered."""
         gathered = self._gathered
-        if gathered is not None:  # if two threads add up at once, all get the sum of one
+        if gathered is not None:  # if two threads add up at once, both return the sum of one of them
             rows = 1 if self._rows is None else self._rows
             indices = [part.reshape(rows, n) for part, n in zip(gathered[0], self._counts, strict=True)]
             values = [part.reshape(n, *self._entry) for part, n in zip(gathered[1], self._counts, strict=True)]
@@ -188,8 +188,8 @@ class _CuPy(_NumpyLike):
 
     def sum(self, indices, values, count):
         total = super().sum(indices, values, count)
-        # The gathered parts were allocated on the stream of the call, which may be another one: this stream must have
-        # read them before they are freed.
+        # The gathered parts were allocated on the stream of the call, which may differ from this one: this stream must
+        # have read them before they are freed.
         self.package.cuda.get_current_stream().synchronize()
         return total
 

@@ -76,7 +76,7 @@ cdef class Block:
             else:
                 self.work.held, self.work.output = self.held, self.outputs
                 self.owner.shut_block(self, True)
-        except BaseException as failure:  # the recorder must not show it as pending
+        except BaseException as failure:  # the recorder must not show the work as pending
             self.work.withdraw(failure)
             raise
 
@@ -94,7 +94,7 @@ cdef class Block:
         i = 0
         for call in range(len(self.held)):
             while i < <size_t>self.ends[call]:
-                if self.held[call] is not None:  # a barrier has no memory of the caller's
+                if self.held[call] is not None:  # None for a barrier, which uses no memory of the caller
                     extents.add_operation(&self.request.steps[i], size, call)
                 i += 1
         if extents.clash():
@@ -129,7 +129,7 @@ cdef class Block:
         if not self.held:
             self.work.entry.operation, self.work.entry.datatype = operation.kind, operation.datatype
             self.work.entry.tag = max(tag, -1)
-            # `Submission.matched` compares it, if this stays the block's only operation.
+            # `Submission.matched` compares this fingerprint if the block has no other operation.
             fill_fingerprint(&self.request.call, operation, view)
         else:
             self.work.entry.tag = -1

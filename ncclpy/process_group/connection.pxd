@@ -41,8 +41,8 @@ cdef class Request:
     cdef bint point_to_point  # all of its operations are sends and receives
     cdef Fingerprint call  # the fingerprint of a single call, not of a block
     cdef CallSignature brought  # compared with the other ranks' signatures; None without `check`
-    cdef list expected  # ((channel, number), peer, message) of each message whose match it waits for
-    cdef double since  # the moment from which its limit counts; 0 before
+    cdef list expected  # with `check`, its messages that wait for their match: ((channel, number), peer, message)
+    cdef double since  # the moment from which its limit counts while it is held; 0 until its communicator is made
     cdef Request partner  # of a message from this rank to itself: the request of the other half, once it is known
 
     cdef int add(self, const Operation* operation) except -1

@@ -1,10 +1,10 @@
 """The communicators of a process group, requests for operations on them, and captures that use them.
 
-The `CallSignature` of a collective has the fingerprint of the call that the user made, since the operations that it is
-lowered to differ by rank. It includes the sizes of parts that all ranks have to know, as in an all-gather. What one
-rank sends another is a message, which is compared only with the matching message of that peer. The signature of a
-gather or a scatter has no count but a message for each part, as only the root knows whether its parts have one size.
-Types are compared by name: each process numbers them differently.
+The `CallSignature` of a collective has the fingerprint of the call that the user made, since the operations that the
+call is lowered to differ by rank. The signature includes the sizes of parts that all ranks have to know, as in an
+all-gather. What one rank sends another is a message, which is compared only with the matching message of that peer.
+The signature of a gather or a scatter has no count but a message for each part, as only the root knows whether its
+parts have one size. Types are compared by name: each process numbers them differently.
 
 Captured operations are issued by the calling thread on the captured stream itself, so that the graph has no other
 stream and no event of this package. The monitor does not watch them: they run when the graph is launched, which this
@@ -53,8 +53,8 @@ from ncclpy.process_group.check.mismatch import pack
 from ncclpy.process_group.options import Completion
 
 
-# One call. The name of its type follows, and then the counts of its parts, of 8 bytes each. `mismatch.CALL` is the
-# same layout in Python.
+# One call in `CallSignature.calls`. The name of its type follows, and then the counts of its parts, of 8 bytes each.
+# `mismatch.CALL` is the same layout in Python.
 cdef struct _Call:
     int kind
     int op
@@ -326,7 +326,7 @@ cdef class Connection(CommunicatorSet):
     def abort(self, error):
         """Fail what runs or waits with `error`; return the communicators, also one that is being made.
 
-        If the init call of the latter has not ended, the list lacks it: a thread aborts it when the call has ended.
+        A communicator that is still inside its init call is not in the list: a thread aborts it after that call.
         """
         comms = CommunicatorSet.abort(self, error)
         cdef Communicator making = self.making

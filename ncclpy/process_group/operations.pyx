@@ -363,8 +363,8 @@ cdef class Operations:
         buf : buffer
             What is sent.
         peer : int or None
-            The rank that receives. What a rank sends to itself meets its next `recv` from itself; what it sends with
-            other operations in one launch (a block, a `sendrecv`) meets a receive of that launch. With None, as MPI's
+            The rank that receives. What a rank sends to itself is matched by its next `recv` from itself or, in one
+            launch with other operations (a block, a `sendrecv`), by a receive of that launch. With None, as MPI's
             ``PROC_NULL``, nothing is sent, the work is done, and `buf` may be None.
         tag : int
             0 to 2**31 - 1, the same as that of the matching receive. NCCL carries no tags: sends and receives of two
@@ -501,7 +501,7 @@ cdef class Operations:
         )
 
     cdef Work _no_operation(self, int kind, output, stream, timeout):
-        """Return the work of a send or a receive without a peer, which is done; in a block it is the block's."""
+        """Return a work that is done, for a send or a receive without a peer; in a block, the block's work."""
         cdef Block block = self.submission.block_here()
         if stream is not None:
             as_stream(stream)
@@ -553,8 +553,8 @@ cdef class Submission(BlockOwner):
         cdef CUstream stream
         cdef size_t i
         cdef int peer = -1
-        # Before the NaN check, which may wait: the buffers were checked for the size that the group has under this
-        # number.
+        # Read before the NaN check, which may wait: the buffers were validated for the size that the group has under
+        # this number, and `submit` refuses the request if the group is reconfigured meanwhile.
         cdef long long number = group.number
         group.check_usable()
         if group.nan_check is not None and not (
@@ -598,7 +598,7 @@ cdef class Submission(BlockOwner):
             if peer >= 0:
                 request.steps[0].root = 1 - connection.rank  # the peer's rank in the communicator of the pair
             self.submit(connection, request)
-        except BaseException as error:  # the recorder must not show it as pending
+        except BaseException as error:  # the recorder must not show the work as pending
             work.withdraw(error)
             raise
         return work
@@ -750,7 +750,7 @@ cdef class Submission(BlockOwner):
         else:
             work.entry.sequence = group.collectives
             group.collectives += 1
-        if work.entry.state != CAPTURED:  # a captured one never ends
+        if work.entry.state != CAPTURED:  # a captured operation never ends
             work.entry.note(group.oplog.oplog)
         return 0
 

@@ -16,7 +16,7 @@ cdef class Lifecycle:
     cdef int device
     cdef str name
     cdef object store
-    cdef Lock lock  # guards all below
+    cdef Lock lock  # guards the fields below
     # Unique in this process; each reconfiguration sets another one. Works, news and calls of an earlier number have no
     # effect on the group.
     cdef long long number
@@ -28,7 +28,7 @@ cdef class Lifecycle:
     cdef PeerNews news  # the news of the other ranks, under `number`
     cdef frozenset leavers  # ranks that have closed the group while an operation waits for them
     cdef list earlier_statuses  # the group status of each earlier number, until this rank leaves it
-    cdef object pool
+    cdef object pool  # the `StreamPool` with the group's streams
     cdef object config
     cdef str on_error
     cdef bint timing
@@ -47,16 +47,17 @@ cdef class Lifecycle:
     cdef object suspension_error  # during a reconfiguration, the value that `failure` had when it began; else None
     cdef object opened_store  # a store that a reconfiguration has opened for its rendezvous; closed with the group
     cdef bint closed
-    cdef long long collectives
+    cdef long long collectives  # how many were begun under `number`
     cdef list unmatched  # this rank's sends to itself, and receives from itself, that wait for the other half
     cdef list completion_hooks
     cdef list abort_hooks
+    # How many parts of the group and commits of pools were begun, and at how many rendezvous this rank is now.
     cdef long long children, commits, meetings
     # Numbers, from 1, of the split that divides the communicator now (0 if none does), and of the last one.
     cdef long long dividing, divided
     cdef size_t scratch  # device memory of the barrier, 0 until used
-    cdef str site
-    cdef object abort_thread, tell_thread
+    cdef str site  # the line that made the group, for warnings
+    cdef object abort_thread, tell_thread  # the threads that abort the communicators, and tell the other ranks the end
     cdef object end_begun  # an event, set once the threads that end the group are started; None before a failure
     cdef object end_thread  # the thread that starts these threads
     cdef unsigned long maker_thread  # the thread that has made the group

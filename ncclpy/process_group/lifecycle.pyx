@@ -49,7 +49,7 @@ _MAIN, _SPLIT = "all", "/split"  # label of the communicator of all ranks; key o
 _TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
 #: Seconds after which a rank that was stopped repeats its question to a store that did not answer.
 _RETRY_INTERVAL = 1.0
-#: Seconds after the end of a rank for the operations in which the rank took part to complete.
+#: Seconds that operations are given to complete after a rank that took part in them has ended.
 _GRACE = 0.5
 cdef long long _last_number = 0  # the last result of `next_number`
 
@@ -68,7 +68,7 @@ cdef class Lifecycle:
         self, store, rank, size, device, name, timeout, config, on_error, check, bint check_nan, bint high_priority,
         bint timing,
     ) except -1:
-        """Initialise it as a rank of a group, see `ProcessGroup` for the parameters."""
+        """Initialise the state of one rank of a group, see `ProcessGroup` for the parameters."""
         store = as_store(store)
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
@@ -119,9 +119,9 @@ cdef class Lifecycle:
             collective_check = CollectiveCheck(group_status, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completion_hooks = [hook.of(rank, self.name) for hook in self.completion_hooks]
-        # `before` keeps the objects that are replaced until the lock is released: freeing them may run users' code.
         if self.group_status is not None and self.group_status is not group_status:
             self.earlier_statuses = [*self.earlier_statuses, self.group_status]
+        # `before` keeps the objects that are replaced until the lock is released: freeing them may run users' code.
         before = (
             self.group_status, self.inquiries, self.collective_check, self.nan_check, self.completion_hooks, self.connections,
             self.generations, self.unmatched, self.pending_messages, self.oplog, self.news,
@@ -198,7 +198,7 @@ cdef class Lifecycle:
 
     cdef int check_usable(self) except -1:
         raise_if_forked()
-        if self.connections is None:  # checked here, as each operation calls this: it saves the other call
+        if self.connections is None:  # each operation calls this: the check here saves a call of check_initialised
             self.check_initialised()
         if self.failure is not None:
             note_delivery(self.informed)
@@ -210,7 +210,7 @@ cdef class Lifecycle:
         return 0
 
     def _class_of_later_errors(self):
-        """Return the class of the error of a call after the group's end: that of the failure until a call raised it.
+        """Return the class of errors of calls after the end: the failure's until a call raised it, then NcclAborted.
 
         So a rank that was in no operation at the end raises the same class as the others.
         """
@@ -317,7 +317,7 @@ cdef class Lifecycle:
         del launched
         if error is None and wanted:
             for comm in comms:
-                if is_doubted(<Handle>comm):  # made after the question that followed a stop: ask again
+                if is_doubted(<Handle>comm):  # this rank was stopped, and asked before `comm` was made: ask again
                     internal_executor.submit(self.ask_after_stop)
             connection.settled.set()
             return 0
@@ -398,11 +398,11 @@ cdef class Lifecycle:
         try:
             self.fail(error, text, None, may_exit=False, with_inquiry=True)
             self.wait_until_told()
-        finally:  # once told: else the others report this rank as missing in a rendezvous, which it leaves now
+        finally:  # after the others are told, or they would report this rank as missing in a rendezvous that it leaves
             forget_failures(self.failures)
             self.failures = []  # the caller wants no results
             self.reconfiguring = False
-            if self.failure is not None:  # even another thread's: no error is set in this thread later
+            if self.failure is not None:  # also if another thread has failed the group: no error is set here later
                 note_delivery(self.informed)
             self.enders.discard(this_thread())
         return 0
@@ -472,7 +472,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int division_failed(self, Connection main, error) except -1:
-        """Handle a failed division of the communicator of all ranks, which was aborted or other ranks still divide."""
+        """Handle a failed division of the communicator of all ranks: it was aborted, or other ranks still divide it."""
         cdef Communicator comm
         if self.on_error != "report":
             self.fail(error, text_of(error), main.epoch)
@@ -489,9 +489,9 @@ cdef class Lifecycle:
     ):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
-        The connection `failed` ends itself. With `with_inquiry`, the errors of all ranks have what all ranks do, as data
-        and, with `in_words`, in words. With `only_if_asked`, the other ranks take the text only when they ask: they learn
-        of the end in another way. The work of a `request` gets the error itself.
+        The connection `failed` ends itself. With `with_inquiry`, the errors of all ranks say what all ranks do, as data
+        and, with `in_words`, in words. With `only_if_asked`, the other ranks take the text only if they ask, since they
+        learn of the end in another way. The work of a `request` gets the error itself.
         """
         summary = states = None
         if number is None or number == self.number:
@@ -508,7 +508,7 @@ cdef class Lifecycle:
     ):
         """Do the rest of `fail`, after the inquiry."""
         cdef Connection one
-        if not only_if_asked:  # else the program has the error already; `text`, for other ranks, has no call site
+        if not only_if_asked:  # else the program has the error already; `text` for the others lacks the call site
             self._add_call_site(error)
         with self.lock:
             if number is not None and number != self.number:
@@ -517,15 +517,15 @@ cdef class Lifecycle:
             if has_failed or (self.closed and not self.connections):
                 return
             self.failure = error
-            # Before any request fails: the thread that waits for the request may close the group at once. The close
-            # waits for `end_begun`, so that this rank writes nothing after the last rank has cleared the store.
+            # Set before any request fails: the thread that waits for the request may close the group at once. The
+            # close waits for `end_begun`, so that this rank writes nothing after the last rank has cleared the store.
             self.end_begun, self.end_thread = threading.Event(), this_thread()
             begun = self.end_begun
             connections, group_status, informed = list(self.connections.values()), self.group_status, self.informed
             in_flight = request is not None or bool(self.unmatched) or any([one.has_unsettled() for one in connections])
             comms, readers = [] if failed is None else list(failed.comms), set()
             affected = connections if failed is None or failed in connections else [*connections, failed]
-            for one in affected:  # first, for threads that leave a wait, or begin to read by a stream, after this
+            for one in affected:  # before readers are noted: a thread that stops waiting or begins to read now sees it
                 one.fence()
             for one in affected:  # under the lock: other failures settle works once they find the group ended
                 one.note_readers(readers)
@@ -749,7 +749,7 @@ cdef class Lifecycle:
     cdef int end_group_status(self, bint announce) except -1:
         """Stop listening to the other ranks."""
         cdef CollectiveCheck collective_check = self.collective_check
-        pending_messages, self.pending_messages = self.pending_messages, None  # its thread frees its memory at its end
+        pending_messages, self.pending_messages = self.pending_messages, None  # its thread still uses it until it ends
         if pending_messages is not None:
             pending_messages.wake()
         self.group_status.close(announce=announce, begun=self.begun())
@@ -817,7 +817,7 @@ cdef class PeerNews:
             group.take_end(self.number, end)
 
     def gone(self, rank, why):
-        """Take the news that a rank is gone, and why; what waits `_GRACE` seconds later is taken to wait for it."""
+        """Take the news that a rank is gone, and why; what still waits `_GRACE` seconds later waits for that rank."""
         call_at(now() + _GRACE, functools.partial(self._check_without, rank, why, True))
 
     def silent(self, rank, why):
@@ -825,7 +825,7 @@ cdef class PeerNews:
         internal_executor.submit(functools.partial(self._check_without, rank, why, False))
 
     def _check_without(self, rank, why, repeats):
-        """End the group, as a rank is gone, if something waits in it; otherwise check again later if it `repeats`."""
+        """End the group if something waits in it, since a rank is gone; else, with `repeats`, check again later."""
         cdef Lifecycle group = self._group_if_current()
         if group is None:
             return

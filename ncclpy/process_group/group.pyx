@@ -24,8 +24,8 @@ from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
 
-# The bound of the colors that `split` exchanges: within it, an invalid color is refused on all ranks.
-cdef long long _FAR = 1LL << 62
+# The bound of the colors that `split` exchanges. An invalid color within the bound is refused on all ranks alike.
+cdef long long _COLOR_BOUND = 1LL << 62
 
 
 cdef class ProcessGroup(Operations):
@@ -168,7 +168,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def communicator(self):
-        """The group's `Communicator` with all ranks, None until it is made; its calls have no order with the group's."""
+        """The group's `Communicator` with all ranks, None until it is made; its calls are not ordered with the group's."""
         return self.lifecycle.communicator()
 
     # Coalesced operations.
@@ -287,7 +287,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         stream : optional
             The stream that produces both, if it is not their framework's current one: the CPU waits for it.
         timeout : float, optional
-            As for `all_reduce`, for each of the two.
+            As for `all_reduce`, for each of the two collectives.
 
         Returns
         -------
@@ -370,8 +370,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         Both ranks of a pair call it, equally often and at the same place among their sends and receives. It waits
         until the operations between them are done, and until the other rank calls it too.
 
-        Destroying a communicator waits for everything that runs on the device. So nothing may run on the device, in
-        this or another group, that waits for a rank which waits for this one.
+        Destroying a communicator waits for everything that runs on the device. So no operation of this or another
+        group may run on the device and wait for a rank that itself waits for this rank.
 
         Parameters
         ----------
@@ -498,7 +498,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         if self.submission.in_block():
             raise ValueError("split() within coalescing(): leave the block first")
         if color is not None:  # a color out of range is exchanged, and refused on all ranks
-            color = as_integer(color, "color", -_FAR, _FAR)
+            color = as_integer(color, "color", -_COLOR_BOUND, _COLOR_BOUND)
             color = None if color == -1 else color
         mine = [color, as_integer(key, "key"), can_divide(self.lifecycle)]
         number = self.next_child()
@@ -560,8 +560,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         error if it had one: its hooks, its stream and its options stay, its communicators are made anew when they are
         first used, and `seq` counts from 0. No thread may begin anything on it meanwhile.
 
-        Ranks of this group that have not called it within a second are told so, and what they wait for ends as well,
-        so that they can call it. Ranks that are not among the handles are told that their group has ended.
+        Ranks of this group that have not called it within a second are told that others wait here, and what they wait
+        for ends, so that they can call it. Ranks that are not among the handles are told that their group has ended.
 
         Parameters
         ----------
@@ -624,7 +624,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
     def admit(self, timeout=None):
         """Admit the processes that wait in `join`. All ranks call it, at the same place among their operations.
 
-        It waits until all operations are done and all ranks have called it. If no process waits, that is all.
+        It waits until all operations are done and all ranks have called it. If no process waits, nothing else happens.
         Otherwise the group is reconfigured: the present ranks keep their numbers, and the new ranks follow. No other
         thread may begin anything meanwhile.
 

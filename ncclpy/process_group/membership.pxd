@@ -2,7 +2,7 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.operations cimport Submission
 
 
-# Reconfigures a group with fewer ranks, with more, or with others; in one thread at a time.
+# Reconfigures a group with fewer ranks, with more, or with others. One thread at a time does so.
 cdef class Membership:
     cdef Lifecycle group
     cdef Submission submission

@@ -7,13 +7,13 @@ a work that fails) does not affect the group under the new one.
 
 A pair is disconnected only when the program asks for it, on both ranks. The package could disconnect a pair that was
 idle for long, after both ranks have agreed. But destroying a communicator frees device memory, which waits for
-everything that runs on the device. A collective that runs there may wait for a rank that waits for what this one is
-about to send. Only the program knows when nothing is under way.
+everything that runs on the device. A collective that runs there may wait for another rank, which in turn waits for
+what this rank is about to send. Only the program knows when nothing is under way.
 
 Dividing a communicator is a collective of that communicator, which NCCL needs at the same place among the calls of all
-ranks. All ranks are in `ProcessGroup.split` when it begins, after a rendezvous in the store; each waits until its
-earlier operations are done, and begins nothing new meanwhile. The call of NCCL has a deadline and ends with an abort,
-like any call that makes a communicator.
+ranks. The division begins after a rendezvous in the store, when all ranks are in `ProcessGroup.split`. Each rank waits
+until its earlier operations are done, and begins nothing new meanwhile. The call of NCCL has a deadline and ends with
+an abort, like any call that makes a communicator.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from ncclpy.process_group.recovery import PreviousMembership, decide, decide_to_
 from ncclpy.process_group.joining import Joiner, Admitter
 from ncclpy.process_group.handles import claim, close_opened_store, names_of_members, ordered, place_of, store_of
 
-#: Seconds in `reconfigure` after which a rank that waits there tells the other ranks so.
+#: Seconds after which a rank that waits in `reconfigure` tells the other ranks that it waits there.
 _TELL_DELAY = 1.0
 #: The name of the rendezvous of all ranks that a reconfigured group has.
 _MEETING = "the reconfiguration"
@@ -330,7 +330,7 @@ cdef class Membership:
                 contributions = group_status.gather(_MEETING, brought, seconds, lambda: True, _read_past)
             self._resume_group()
         except BaseException as failure:
-            if group_status is None:  # the other ranks wait there, and recover() needs it
+            if group_status is None:  # to tell the other ranks, which wait at that rendezvous; and for recover()
                 with contextlib.suppress(NcclError, ValueError):
                     group_status = group.new_group_status(store, rank, size, place_of(uuid))
             self._end_between(failure, group_status, previous, is_lost)
@@ -338,7 +338,7 @@ cdef class Membership:
         return contributions
 
     cdef int _end_between(self, failure, group_status, previous, is_lost) except -1:
-        """End the group, which is between two states; if another error has ended it already, raise that one."""
+        """End the group, which is between two states; if another error has ended it already, raise that error."""
         cdef Lifecycle group = self.group
         error = failure if isinstance(failure, Exception) else NcclAborted(
             f"process group {group.name!r} was being reconfigured when {type(failure).__name__} was raised"
@@ -516,7 +516,7 @@ cdef int connect_peers(Lifecycle group, list peers, double seconds) except -1:
                     f"ranks is not made after {seconds:.3g} s"
                 )
                 group.explain_by(late, functools.partial(group.group_status.inquire_about, one.label, one.members))
-                if group.is_ended():  # another thread has ended the group, knows what the ranks do, and fails `one` next
+                if group.is_ended():  # the thread that ended the group knows what the ranks do, and fails `one` next
                     one.settled.wait(_FAIL_TIMEOUT)
                 if not one.settled.is_set():
                     raise late
@@ -677,7 +677,7 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
         if main is not None:
             group.division_failed(main, failure)
         raise
-    comm.children.discard(part)  # `part` belongs to the new group, and does not end with `comm`
+    comm.children.discard(part)  # `part` belongs to the new group: a close of `comm` does not close it
     return part if has_part else None
 
 

@@ -3,11 +3,12 @@
 Each rank writes a note of what it brings to the group's n-th collective into an exchange, which all ranks can read. It
 waits until all ranks have written a note for that number, and reads them. All waiting ranks read the same notes, so
 all reach the same result. With ``check="first"`` a rank that has compared the same calls before writes its note and
-does not wait. If another rank brings calls at that number that are new to it, the two ranks disagree, and that other
-rank, which waits, finds the note.
+does not wait. A rank that brings other calls at that number, which it has not compared before, waits: it finds that
+note, and with it the disagreement.
 
-The thread that begins the collective waits, one thread of a rank at a time, and holds no other lock of the package. A
-rank that leaves early marks its note, so that ranks that arrive later do not proceed without it.
+The thread that begins the collective waits. It holds this rank's turn (`CollectiveCheck.begin`), so that one thread of
+a rank waits at a time, and no other lock of the package. A rank that leaves early marks its note, so that ranks that
+arrive later do not proceed without it.
 """
 
 import json
@@ -117,7 +118,7 @@ cdef class CollectiveCheck:
                     late.missing = absent
                     raise late
             text = None if found == 1 else self._disagreement(exchange, number, &ends)
-        except StoreDamaged:  # the other ranks find the same damage, so this one does not count as having left
+        except StoreDamaged:  # the other ranks find the same damage, so this rank is not marked as having left
             raise
         except BaseException:
             if note is not None:
@@ -153,13 +154,13 @@ cdef class CollectiveCheck:
             ends[0] = exchange.passed()
             return self._difference(found, number)
         notes = []
-        before = None
+        by_digest = None
         for rank, note in enumerate(found):
             if note is None or type(note) is int:  # the rank is far ahead, or did not wait
                 ends[0] = True
-                if before is None:
-                    before = {shared_memory.digest(calls): known for calls, known in self.known.items()}
-                note = before.get(note)
+                if by_digest is None:
+                    by_digest = {shared_memory.digest(calls): known for calls, known in self.known.items()}
+                note = by_digest.get(note)
             elif not note:
                 note = self.group_status.store.get(self._long_key(number, rank), _NOTE_TIMEOUT)
             notes.append(note)
@@ -185,7 +186,7 @@ cdef class CollectiveCheck:
             store.delete(self.long.pop(0))
 
     cdef object _meet(self, object wanted):
-        """Return the exchange, after a rendezvous: in shared memory if all ranks can map it, else in the store."""
+        """Run a rendezvous and return the exchange: in shared memory if all ranks can map it, else in the store."""
         rendezvous, all_ranks = self.group_status.rendezvous, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
         mine = {"machine": BOOT_ID, "pid": os.getpid()}

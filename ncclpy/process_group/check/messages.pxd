@@ -55,7 +55,7 @@ cdef class PendingMessages:
     cdef dict routes  # by peer
     cdef RingSet rings  # made by the thread when it first runs
     cdef bint is_serving  # whether the thread runs
-    cdef bint urgent  # whether the thread has to process held requests even if no peer wakes it
+    cdef bint urgent  # whether this rank has to wake the thread, as no peer may do so
 
     cdef PeerRoute _route_to(self, int rank, int peer)
     cdef bint _all_match(self, Request request) except -1

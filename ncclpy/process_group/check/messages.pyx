@@ -174,8 +174,8 @@ _IDLE_TIME = 0.2
 #: Seconds that a thread waiting for a message polls for its match; after that only the group's thread looks for it.
 cdef double _POLL = 60e-6
 
-#: A limit of at least this many seconds is no reason to wake the group's thread when a request is held back: the
-#: request's timeout is noticed up to half a second late (`_WANTED_CHECK_INTERVAL`).
+#: A request that is held back wakes the group's thread if its limit is below this many seconds. With a longer limit its
+#: timeout may be noticed up to half a second late (`_WANTED_CHECK_INTERVAL`).
 cdef double _UNHURRIED_LIMIT = 10.0
 
 
@@ -280,7 +280,7 @@ cdef class PendingMessages:
             if launched or failure is not None or self.urgent or not rings.is_woken(seen, until):
                 break
         try:
-            rings.leave(first if others else rings.change_count())  # notes that arrived may be for other requests
+            rings.leave(first if others else rings.change_count())  # notes that arrived may be for other held requests
         finally:
             launch_here(lent)
         if self.urgent or (launched and connection.held):  # a disagreement to report, or requests behind this one
@@ -404,7 +404,7 @@ cdef class PendingMessages:
             request = connection.held[0]
             if request.expected:
                 absent = self._first_absent(request, matches, stored)
-        if request.since == 0 and connection.state != MAKING:  # it is made: the limit counts from here
+        if request.since == 0 and connection.state != MAKING:  # no longer being made: the limit counts from here
             request.since = now()
         if request.expected:
             keys = [(<PeerRoute>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
@@ -589,7 +589,7 @@ cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection con
             if request.epoch != group.number:
                 group.refuse_old()
             request.work.entry.group, request.work.entry.sequence = group.number, group.collectives
-            request.work.entry.note(group.oplog.oplog)  # its status: this rank waits in this collective
+            request.work.entry.note(group.oplog.oplog)  # for this rank's status: it waits in this collective
             collective_check.agree(group.collectives, request.brought, request.limit, wanted)
         except NcclError as error:
             if request.epoch != group.number:

@@ -136,11 +136,11 @@ def _text(calls: list[_Call], place: int, single: bool) -> str:
 
 def _grouped(texts: Sequence[str]) -> str:
     """Describe which ranks bring what."""
-    who: dict[str, list[int]] = {}
+    ranks_with: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
-        who.setdefault(text, []).append(rank)
+        ranks_with.setdefault(text, []).append(rank)
     parts = []
-    for i, (text, members) in enumerate(who.items()):
+    for i, (text, members) in enumerate(ranks_with.items()):
         verb = "" if i else " brings" if len(members) == 1 else " bring"
         parts.append(f"{ranks(spans(members))}{verb} {text}")
     return ", ".join(parts)
@@ -165,7 +165,7 @@ def difference_of_messages(mine: Message, theirs: Message, rank: int, peer: int)
 
 def _pair(mine: Message | None, theirs: Message | None, rank: int, peer: int) -> str:
     both = sorted([(rank, mine, peer), (peer, theirs, rank)], key=lambda each: each[0])
-    first, second = (f"rank {who} brings {message_text(message, other)}" for who, message, other in both)
+    first, second = (f"rank {each} brings {message_text(message, other)}" for each, message, other in both)
     return f"{first}, {second}"
 
 
@@ -194,7 +194,7 @@ def disagreement(notes: Sequence[bytes | None]) -> str | None:
         for message in _messages(note or b""):
             between.setdefault((rank, message[0], message[1]), []).append(message)
     for (rank, peer, kind), mine in sorted(between.items()):
-        others = [found for (who, to, other), found in between.items() if (who, to) == (peer, rank) and other != kind]
+        others = [found for (by, to, other), found in between.items() if (by, to) == (peer, rank) and other != kind]
         theirs = others[0] if others else []
         for i in range(max(len(mine), len(theirs))):
             one = mine[i] if i < len(mine) else None

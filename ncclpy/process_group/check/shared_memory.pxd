@@ -39,14 +39,14 @@ cdef extern from * nogil:
     void* map_shared "ncclpy_shared_map"(int fd, size_t offset, size_t size)
     int munmap(void* at, size_t size)
 
-# The length in bytes of the random token at the begin of shared memory, by which processes recognise the memory.
+# The length in bytes of the random token at the beginning of shared memory, by which processes recognise the memory.
 cdef enum:
     TOKEN = 16
 
 # A rank's message, as it is stored in shared memory.
 cdef struct Note:
-    uint64_t number  # in its ring, plus 1; written last, so that a note is read whole or not at all
-    uint64_t place  # in its channel
+    uint64_t number  # the note's number in its ring, plus 1; written last: a note is read whole or not at all
+    uint64_t place  # the message's number in its channel
     uint64_t count
     int channel
     int kind

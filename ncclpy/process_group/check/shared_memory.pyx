@@ -13,8 +13,8 @@ messages sleep on words of the memory, and each of them has a reference to it me
 
 The exchange has for each rank a ring of short notes by number. The rank writes one, with a digest, for every
 collective; a rank that is ahead of the others overwrites its oldest notes. The exchange also has two slots for a
-rank's full notes, for the comparisons in which the rank waits. Two are enough: the rank reaches the comparison after
-the next one only when all other ranks are at the next one, and so have finished this one.
+rank's full notes, for the comparisons in which the rank waits. Two are enough: the rank reuses the slot of one
+comparison only after the next one, at which all other ranks have arrived, and so have read the slot.
 """
 
 import fcntl
@@ -128,8 +128,8 @@ cdef class MappedPages:
 
 
 cdef void _wake(WakeupWord* wakeup_word) noexcept:
-    # The GIL is kept, as in `RingPair.wake_peer`: this does not wait, and a thread that gave the GIL up could wait for
-    # it long while it holds a group's lock.
+    # The GIL is kept, as in `RingPair.wake_peer`: the wake-up does not block, and a thread that released the GIL could
+    # wait long to get it back while it holds a group's lock.
     add(&wakeup_word.changes, 1)
     if word_of(&wakeup_word.sleepers):
         wake_shared(&wakeup_word.changes)

@@ -29,7 +29,9 @@ _PATIENCE = 0.05
 #: Seconds between two checks of the answering thread whether the group was closed.
 _SLICE = 0.5
 
+#: The first byte of a note: its rank waits and compares, has passed without waiting, or has left without an outcome.
 _COMPARES, _PASSED, _LEFT = b"+", b"=", b"-"
+#: The results of `look`.
 _WAITS, _ALIKE, _TO_COMPARE = 0, 1, 2
 
 
@@ -51,10 +53,13 @@ class StoreExchange:
 
     def __init__(self, store: Store, rank: int, size: int, on_demand: bool) -> None:
         self.store, self.rank, self.size = store, rank, size
+        # By number: the calls of collectives in which this rank did not wait, and the collectives that it was asked
+        # about before it reached them.
         self._notes: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._wanted: set[int] = set()
         self._lock = threading.Lock()
         self._asked = 0  # how many questions of all ranks this rank has read
+        # The collective that this rank waits in, or -1 after it has asked the others; and when the wait began.
         self._since: tuple[int, float] = (-1, 0.0)
         self._last_key: str | None = None
         self._previous_key: str | None = None
@@ -90,7 +95,7 @@ class StoreExchange:
             self._previous_key = before
 
     def leave(self, number: int, note: bytes) -> None:
-        """Mark that this rank waits for the others no longer."""
+        """Mark that this rank does not wait for the others any more."""
         with contextlib.suppress(StoreError, NcclTimeout):
             self.store.set(self.key(number, self.rank), _LEFT + note)
 

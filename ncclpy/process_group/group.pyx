@@ -168,7 +168,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def communicator(self):
-        """The group's `Communicator` with all ranks, None until it is made; its calls are not ordered with the group's."""
+        """The `Communicator` with all ranks, None until it is made; its calls are not ordered with the group's."""
         return self.lifecycle.communicator()
 
     # Coalesced operations.

@@ -525,7 +525,7 @@ cdef class Lifecycle:
             in_flight = request is not None or bool(self.unmatched) or any([one.has_unsettled() for one in connections])
             comms, readers = [] if failed is None else list(failed.comms), set()
             affected = connections if failed is None or failed in connections else [*connections, failed]
-            for one in affected:  # before readers are noted: a thread that stops waiting or begins to read now sees it
+            for one in affected:  # before readers are noted: threads that end a wait or begin to read now see the fence
                 one.fence()
             for one in affected:  # under the lock: other failures settle works once they find the group ended
                 one.note_readers(readers)

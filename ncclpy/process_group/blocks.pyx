@@ -183,22 +183,22 @@ cdef class Deadline:
 
     cdef dict deadlines
     cdef double limit
-    cdef dict before  # the outer deadlines, by thread: a block may be entered again, and by several threads
+    cdef dict outer_deadlines  # a list for each thread: a block may be entered again, and by several threads
 
     def __init__(self, dict deadlines not None, double limit):
-        self.deadlines, self.limit, self.before = deadlines, limit, {}
+        self.deadlines, self.limit, self.outer_deadlines = deadlines, limit, {}
 
     def __enter__(self):
         ident = PyThread_get_thread_ident()
-        self.before.setdefault(ident, []).append(self.deadlines.get(ident))
+        self.outer_deadlines.setdefault(ident, []).append(self.deadlines.get(ident))
         self.deadlines[ident] = self.limit
 
     def __exit__(self, *exc_info):
         ident = PyThread_get_thread_ident()
-        before = self.before[ident].pop()
-        if not self.before[ident]:
-            del self.before[ident]
-        if before is None:
+        outer = self.outer_deadlines[ident].pop()
+        if not self.outer_deadlines[ident]:
+            del self.outer_deadlines[ident]
+        if outer is None:
             self.deadlines.pop(ident, None)
         else:
-            self.deadlines[ident] = before
+            self.deadlines[ident] = outer

@@ -232,7 +232,7 @@ class GroupStatus(StatusService):
         return self.rendezvous.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
-        """Raise ValueError if the first rank here has another `check`: ranks with different ones would hang."""
+        """Raise ValueError if the rank that called this first has another `check`: different ones would hang."""
         own_words = f"rank {self.rank} of {self.size} has {check!r}"
         first = self.store.compare_set(_CHECK_KEY, None, json.dumps([check, own_words]).encode())[1]
         first_check, first_words = decode(_check_of, first or b"[]", self.store, _CHECK_KEY)

@@ -174,8 +174,8 @@ _IDLE_TIME = 0.2
 #: Seconds that a thread waiting for a message polls for its match; after that only the group's thread looks for it.
 cdef double _POLL = 60e-6
 
-#: A request that is held back wakes the group's thread if its limit is below this many seconds. With a longer limit its
-#: timeout may be noticed up to half a second late (`_WANTED_CHECK_INTERVAL`).
+#: A request that is held back wakes the group's thread if its limit is below this many seconds. With a longer limit
+#: its timeout may be noticed up to half a second late (`_WANTED_CHECK_INTERVAL`).
 cdef double _UNHURRIED_LIMIT = 10.0
 
 

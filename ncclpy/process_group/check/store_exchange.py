@@ -32,7 +32,7 @@ _SLICE = 0.5
 #: The first byte of a note: its rank waits and compares, has passed without waiting, or has left without an outcome.
 _COMPARES, _PASSED, _LEFT = b"+", b"=", b"-"
 #: The results of `look`.
-_WAITS, _ALIKE, _TO_COMPARE = 0, 1, 2
+_MISSING, _SAME, _TO_COMPARE = 0, 1, 2
 
 
 class StoreExchange:
@@ -112,13 +112,13 @@ class StoreExchange:
             if self._on_demand and self._since[0] == number and time.monotonic() - self._since[1] >= _PATIENCE:
                 self._ask(number)
                 self._since = (-1, self._since[1])
-            return _WAITS
+            return _MISSING
         if self._previous_key is not None:  # all ranks are at this collective, so all have read the previous note
             self.store.delete(self._previous_key)
             self._previous_key = None
         mine = self._values[self.rank]
         if all(told == mine for told in self._values) and mine == _COMPARES + pack(calls, ()):
-            return _ALIKE
+            return _SAME
         return _TO_COMPARE
 
     def brought(self, number: int) -> list[bytes | bool | None]:

@@ -106,7 +106,7 @@ class Confirmation:
     condition_of
         Called with a rank that has not confirmed; returns what is known of its process, as in `RankState.state`.
     stop_of
-        Called with a rank whose process is stopped; returns a number that differs for each stop.
+        Called with a rank while its process is stopped; returns a number that differs for each stop.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Heartbeats"]
 
-#: The key of the number of ranks that have made the group; and the prefix of the keys of heartbeats, whose values are
-#: the seconds that the rank announces and its count.
+#: The key of the number of ranks that have made the group; and the prefix of the keys of heartbeats. The value of a
+#: heartbeat has the seconds that the rank announces, and its count.
 _MADE_KEY, _BEAT_PREFIX = "processes/come", "beat/"
 #: Seconds between two beats, and seconds without a beat until a rank is silent: first for ranks with a beating thread
 #: that needs no GIL, then for ranks that beat from Python.
@@ -74,7 +74,7 @@ class Heartbeats:
     own, size
         The ranks of this process, the first of which beats for all of them; and the number of all ranks.
     processes
-        The processes of the ranks of this machine, whose ends the operating system reports.
+        The processes of the ranks of this machine; the operating system reports their ends.
 
     Raises
     ------

@@ -16,8 +16,8 @@ from ncclpy.peers.rank_state import PAIRS, OperationInfo, RankState
 __all__ = ["keep_stacks", "sentence"]
 
 #: The most clauses that describe ranks. Clauses of `_AWAITED_STATES`, and of ranks in the operation that is asked
-#: about, always appear. Other clauses fill the rest, `_MIN_DESCRIBED` of them in any case; the ranks of further clauses
-#: are only counted.
+#: about, always appear. Other clauses fill the rest, `_MIN_DESCRIBED` of them in any case; the ranks of further
+#: clauses are only counted.
 _MAX_DESCRIBED = 8
 _MIN_DESCRIBED = 3
 #: The most spans of ranks in one list: in a clause of `_SHORTENED_STATES`, of peers, or of ranks with one stack.

@@ -25,11 +25,11 @@ struct Segment {
 };
 
 struct SegmentCalls {
-  // Has a segment registered and returns NCCL's result code; `range` is for `drop`. Under the communicator's lock.
+  // Registers a segment, under the communicator's lock. Returns NCCL's result code, and in `range` what `drop` needs.
   int (*add)(void* ranges, void* comm, const Segment& segment, long long* range);
   void (*drop)(void* ranges, void* comm, long long range);
-  bool (*over)(void* event);  // whether the device has passed it
-  void (*forget)(void* event);
+  bool (*over)(void* event);  // whether the device has passed the event
+  void (*forget)(void* event);  // destroys the event
 };
 
 enum SegmentState { segment_unknown, segment_leaving, segment_gone };

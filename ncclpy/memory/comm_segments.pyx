@@ -60,8 +60,9 @@ cdef extern from *:
 
 log = logging.getLogger("ncclpy")
 
-# Seconds between two rounds of the reaper: at first, while something is about to leave; and while all that leaves
-# waits for something else, such as the end of a communicator.
+# Seconds between two rounds of the reaper. The first pause after a wake-up is the shortest one. Each further pause is
+# twice as long: up to _LEAVING_PAUSE, as most segments leave soon, then up to _WAITING_PAUSE, as what is left waits for
+# something else, such as the end of a communicator.
 cdef double _SHORTEST_PAUSE = 0.001
 cdef double _LEAVING_PAUSE = 0.05
 cdef double _WAITING_PAUSE = 0.5
@@ -70,11 +71,14 @@ segments = NULL  # made at the first use; never freed
 cdef bint _is_open = False
 cdef object _opening = threading.RLock()  # reentrant: a finaliser may run while it is held
 cdef sem_t _reaper_wakeups  # posted when something is to leave
-cdef int _endings = 0, _endings_noted = 0  # communicators that were aborted without the GIL
+cdef int _endings = 0, _endings_noted = 0  # calls of report_endings(), and how many of them _note_endings() has served
 
 
 cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
-    """Register a segment among the communicator's ranges: with a negative number, as the others' are positive."""
+    """Register a segment as a range of the communicator.
+
+    The range's number is the segment's, negated: the numbers of buffers that users register are positive.
+    """
     cdef void* raw = NULL
     if nccl.ncclCommRegister == NULL:
         return ncclInvalidUsage  # in a forked child
@@ -102,13 +106,16 @@ cdef class HookKeeper:
     """A communicator's part in the registry, until the communicator's end."""
 
     def __dealloc__(self):
-        # The device may use a communicator that was never closed, and so its segments, without end: they are leaked.
+        # If the communicator was never closed, the device may use it and its segments without end: both are leaked.
         if self.has_left and self.member != NULL:
             Py_DECREF(<object>self.ranges)
             free_member(self.member)
 
     cdef int visit(self, Handle handle, double until) except -1:
-        """Deregister what can leave, unless a thread holds the communicator's lock until `until`; note its end."""
+        """Deregister what can leave, unless a thread holds the communicator's lock until `until`.
+
+        If the communicator has ended, note that and leave the registry.
+        """
         cdef bint lent, ended = False
         with nogil:
             if lock_within(&handle.mutex, until):
@@ -154,7 +161,7 @@ cdef class HookKeeper:
         """Deregister everything, if no operation may use it; the communicator calls this right before its end."""
         cdef bint over, lent
         with nogil:
-            if lock_within(&handle.mutex, now()):  # a thread inside may wait for other ranks
+            if lock_within(&handle.mutex, now()):  # no wait: the lock's owner may wait for other ranks
                 over = _is_passed((<PreCallHook*>self.member).events[0]) and _is_passed((<PreCallHook*>self.member).events[1])
                 if handle.raw != NULL and over and handle.state != ABORTED and not (<PreCallHook*>self.member).lacks_event:
                     lent = lend_device(handle.device)
@@ -166,7 +173,7 @@ cdef class HookKeeper:
         if self.has_left and self in _keepers:
             _keepers.remove(self)
         if not self.has_left:
-            self.let_go(handle)  # left to the communicator's own end, which follows
+            self.let_go(handle)  # the communicator's end, which follows, ends the registrations too
 
     def let_go(self, Handle handle):
         """Release the segments when the communicator has ended; until then keep it, even if it is unreferenced."""
@@ -209,7 +216,7 @@ cdef class _Registrar(HookOwner):
         if hook_keeper.member.weak == NULL:
             raise MemoryError
         if not segments.join(hook_keeper.member):
-            free_weak_handle(hook_keeper.member.weak)  # releases the handle's share of it
+            free_weak_handle(hook_keeper.member.weak)  # for the handle, which does not get it
             raise MemoryError
         handle.weak = hook_keeper.member.weak
         handle.freed_alone = is_freed(handle, [handle])  # known now: all its ranks have joined
@@ -326,11 +333,11 @@ cdef void report_endings() noexcept nogil:
 
 
 cdef int _note_endings() except -1:
-    """Mark communicators as aborted that a thread without the GIL has aborted, so that their next calls raise."""
+    """Mark the communicators that threads without the GIL abort as aborted, so that their next calls raise."""
     global _endings_noted
     cdef HookKeeper hook_keeper
     cdef Handle handle
-    _endings_noted = _endings  # first: a later one needs another round
+    _endings_noted = _endings  # first: a later report needs another round
     for hook_keeper in list(_keepers):
         handle = hook_keeper.ref()
         if handle is not None:
@@ -347,7 +354,7 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
         return 0
     mark_local_peer_aborted(handle)
     handle.abort_state.reason = f"its allocator freed the memory at {hook_keeper.member.ended_for.load():#x}, which it still used"
-    handle.abort_state.error = NcclTimeout(f"{handle.abort_state.reason}, and waited for it as long as it may")
+    handle.abort_state.error = NcclTimeout(f"{handle.abort_state.reason} when the timeout of the free had passed")
     log.error("%r was aborted: %s", handle, handle.abort_state.error)
     destroy_graphs(handle)
     if hook_keeper.member.ending.load() == LEFT_BEHIND:

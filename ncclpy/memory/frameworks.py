@@ -44,7 +44,7 @@ _source_over: Need[[object], Source] = Need("source_over_resource")
 
 
 class _Numpy:
-    """No allocator: `memory.empty` makes numpy's arrays."""
+    """The source of numpy's arrays: no allocator of numpy, but `memory.empty`."""
 
     resource = None
 

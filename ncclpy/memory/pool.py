@@ -32,8 +32,8 @@ __all__ = ["Pool", "pool"]
 
 #: Seconds that a commit waits for other ranks, if neither its caller nor the communicator gives a timeout.
 _PATIENCE = 60.0
-#: Each rank's first message begins with this; then its number of windows, its number of new segments, and a digest of
-#: the new segments' sizes.
+#: Each rank's first message begins with this number. Behind it are the rank's number of windows, its number of new
+#: segments, and a digest of the new segments' sizes.
 _MAGIC = 0x6E63636C706F6F6C
 
 

@@ -4,13 +4,13 @@ from libc.stdint cimport uintptr_t
 # Results of `take_in`.
 cdef enum:
     TAKEN_IN
-    KNOWN  # exactly this segment is there already
+    KNOWN  # exactly this segment is there already, or memory of ncclpy's own that contains it
     REFUSED  # it overlaps another segment, or memory is out
 
 # Results of `take_out`.
 cdef enum:
     OUT_OF_USE = 0
-    ENDED = 1  # communicators were aborted for that
+    ENDED = 1  # communicators were aborted, as they still used the segment
     STILL_USED = -1  # a communicator could not be aborted: the memory must not be freed
 
 # For an allocator's hooks: under the allocator's lock, with or without the GIL, in any thread. `take_in` has a segment
@@ -20,6 +20,6 @@ cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil
 cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil
 
 
-# Memory of NCCL's allocator, entered into the registry, in the pool that this thread has entered. With the GIL;
-# `dismiss` in `comm_segments` frees it.
+# Return new memory of NCCL's allocator, which is in the registry and in the pool that this thread has entered. Needs
+# the GIL; `remove_owned` in `comm_segments` frees the memory.
 cdef uintptr_t new_segment(size_t nbytes, int device) except 0

@@ -1,9 +1,10 @@
-"""The registry of segments: the hooks of allocators that fill it, and allocations of NCCL's own.
+"""The registry of segments: the hooks of allocators that fill it, and allocations from NCCL's allocator.
 
 A thread that frees a segment holds its allocator's lock, and perhaps the GIL, which it must not release: taking the
-GIL again under that lock could deadlock. So a thread that waits here does itself what the segment's end requires, and
-runs no Python; the reaper thread, which takes the GIL, is told afterwards. The waiting thread has no references
-either: the communicators' weak handles keep the objects that it visits (`core/handles/precall_hook.h`).
+GIL again under that lock could deadlock. So a thread that waits in `take_out` deregisters the segment and aborts
+communicators by itself, without Python; only afterwards it informs the reaper thread, which takes the GIL. It has no
+references of Python either: pins of the communicators' weak handles (`core/handles/precall_hook.h`) keep the objects
+that it uses.
 
 A framework's allocator asks for segments under a lock of its own, perhaps without the GIL, and gives them back in the
 same way. So no Python runs in `ncclpy_segment_alloc` and `ncclpy_segment_free`, and they wait for no communicator: a
@@ -251,9 +252,9 @@ cdef extern from *:
     /* Communicators that one thread aborts together, because of one segment. */
     struct ncclpy_endings {
       std::vector<ncclpy::CommSegments*> members;
-      std::vector<ncclComm_t> raws;  // for each its guard at first, then its handle
+      std::vector<ncclComm_t> raws;  // of each member: first its guard, later its handle
       bool grouped;
-      std::vector<ncclpy_taken> taken;  // for each what it has registered
+      std::vector<ncclpy_taken> taken;  // what each member has registered
     };
 
     static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::CommSegments** members, size_t count, bool grouped) {
@@ -289,8 +290,8 @@ cdef extern from *:
     bint claim "ncclpy_claims"(CommSegments* member) nogil
     void free_endings "ncclpy_forget"(Endings* endings) nogil
 
-# Seconds that an abort begun here may take; and of them, seconds that it waits for a call that holds a communicator's
-# lock: by default, and on the host engine, where the abort itself makes the call return.
+# Seconds that an abort begun here may take. Part of that time it waits for a call that holds a communicator's lock:
+# _PATIENCE seconds, or _PREEMPT_PATIENCE on the host engine, where the abort itself makes the call return.
 cdef double _ABORT_LIMIT = 10.0
 cdef double _PATIENCE = 5.0
 cdef double _PREEMPT_PATIENCE = 0.02
@@ -315,7 +316,8 @@ cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil:
 cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
     """Return when no communicator uses a segment; abort those that still do after `timeout` seconds.
 
-    STILL_USED means that one could not be aborted: a thread is stuck inside NCCL, or NCCL's own abort does not return.
+    STILL_USED means that a communicator could not be aborted: a thread is stuck inside NCCL, or NCCL's own abort does
+    not return.
     """
     cdef double started = now(), deadline = started + timeout
     cdef uint64_t number
@@ -380,9 +382,10 @@ cdef void _deregister_at(CommSegments* member) noexcept nogil:
 
 
 cdef bint _begin_aborts(uint64_t number, uintptr_t base) noexcept nogil:
-    """Begin to abort the communicators that hold a segment, together, in a thread that may be left behind.
+    """Begin to abort the communicators that hold a segment, in threads that may never end.
 
-    Return False if that failed for some of them; these stay unclaimed, for another try.
+    One thread aborts all of them where NCCL can do so in a group, else each has a thread. Return False if that failed
+    for some of them; these stay unclaimed, for another try.
     """
     cdef vector[CommSegments*] holders
     cdef size_t i, each, nclaimed = 0, given_up = 0
@@ -457,10 +460,12 @@ cdef ncclComm_t _take_guard(CommSegments* member) noexcept nogil:
 
 
 cdef ncclComm_t _detach(CommSegments* member, double until, Taken* taken) noexcept nogil:
-    """Take the handle away; NULL if another thread has, to abort it, or if a stuck call cannot be made to return.
+    """Detach and return the communicator's handle, to be aborted.
 
-    What NCCL must deregister before the abort goes to `taken`; nothing if the abort does not free the communicator, or
-    on the host engine (see `core/handles/abort`).
+    Return NULL if another thread has detached it, or if a call is stuck that no abort can make return.
+
+    In `taken` return what NCCL must deregister before the abort; nothing if the abort does not free the communicator,
+    or on the host engine (see `core/handles/abort`).
     """
     cdef ncclComm_t raw = NULL
     cdef double started = now()
@@ -507,10 +512,11 @@ def functions():
     Returns
     -------
     tuple of int
-        ``int take_in(uintptr_t base, size_t nbytes, int device)``, which returns 0, 1 if exactly this segment is there
-        already, or 2 if it overlaps another or memory is out; and ``int take_out(uintptr_t base, int device, double
-        timeout)``, which waits (`ncclCommDeregister`) and returns 0, 1 if communicators were aborted for that, or -1
-        if one could not be: then the memory must not be freed.
+        ``int take_in(uintptr_t base, size_t nbytes, int device)``, which returns 0, 1 if exactly this segment, or
+        memory of ncclpy's own that contains it, is there already, or 2 if it overlaps another or memory is out; and
+        ``int take_out(uintptr_t base, int device, double timeout)``, which waits until no communicator uses the segment
+        (`ncclCommDeregister`) and returns 0, 1 if communicators were aborted for that, or -1 if one could not be
+        aborted: then the memory must not be freed.
 
     Raises
     ------
@@ -527,7 +533,7 @@ cdef tuple _FRAMEWORKS = ("torch", "cupy", "numpy")
 
 
 cdef class _Block:
-    """Memory that is freed with its last reference: first each communicator that may use it deregisters it."""
+    """Memory that is freed after its last reference, once each communicator that may use it has deregistered it."""
 
     cdef uintptr_t pointer
 
@@ -552,8 +558,8 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     gives it another data type.
     """
 
-    cdef bint address_read  # a reader of its address keeps this object
-    cdef bint closing  # closed, or to be closed once such a reader has dropped it
+    cdef bint address_read  # its address was read, by a reader that keeps this object
+    cdef bint closing  # `close` was called; after `address_read` the memory stays as long as this object
     cdef object __weakref__
 
     def __init__(self):

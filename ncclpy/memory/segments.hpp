@@ -1,10 +1,11 @@
 // Segments: memory that is registered on each communicator of its device, and how a segment is taken away again.
 //
-// Allocators add and remove segments, perhaps without the GIL and under a lock for which a thread that is in a call on
-// a communicator may be waiting. So nothing here waits for a communicator. A new segment is put into the
-// communicator's list, and registered by the communicator's next call. A segment that is to leave is deregistered by
-// any thread that can take the communicator's lock, after the operations issued until then. The mutex here is held
-// only briefly, and never over a call of NCCL.
+// Allocators add and remove segments, perhaps without the GIL, and under a lock of their own. A thread that is in a
+// call on a communicator may be waiting for this lock, so nothing here waits for a communicator. A new segment is put
+// into the list of each communicator of its device, and registered by that communicator's next call. A segment that was
+// removed is `leaving` until all communicators have deregistered it: any thread that can take a communicator's lock
+// does that, once the operations issued until then are done. The mutex here is held only briefly, and never over a
+// call of NCCL.
 #pragma once
 
 #include <algorithm>
@@ -73,8 +74,9 @@ class Segments {
     return begin_leaving(found);
   }
 
-  // As remove(), for an allocator that is about to free a segment of its own: only operations running now may use it.
-  // Returns its number, even if it is leaving already; 0 if it is gone, or unknown, or ncclpy's own.
+  // As remove(), for an allocator that is about to free memory of its own: operations that were issued may still use
+  // the segment, but no graph that uses it is launched again. Returns the segment's number, even if it is leaving
+  // already; 0 if it is gone, or unknown, or ncclpy's own.
   uint64_t give_back(uintptr_t base) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -85,7 +87,7 @@ class Segments {
     return begin_leaving(found) == segment_gone ? 0 : number;
   }
 
-  // Whether a segment that is not leaving begins and ends exactly there, or one of ncclpy's own contains the range.
+  // Whether the range is exactly a segment that is not leaving, or lies within such a segment of ncclpy's own.
   bool has(uintptr_t base, size_t bytes, int device) noexcept {
     const Hold hold(mutex_);
     auto next = by_base_.upper_bound(base);
@@ -95,7 +97,8 @@ class Segments {
     return one.owned ? base - one.base + bytes <= one.bytes : one.base == base && one.bytes == bytes;
   }
 
-  // The communicators that may use a segment; each is kept until free_member() is called for it once more.
+  // Lists the communicators that may use a segment, each with a new reference, which free_member() drops. False if
+  // memory is out.
   bool holders(uint64_t number, std::vector<CommSegments*>* found) noexcept {
     const Hold hold(mutex_);
     found->clear();
@@ -113,8 +116,8 @@ class Segments {
     return true;
   }
 
-  // Deregisters a segment at a communicator that was dropped without close: no thread calls it or takes its lock any
-  // more, but it is not destroyed. Once its operations are done, it uses no segment.
+  // Deregisters a segment at a communicator that was dropped without close, if the communicator's operations are done.
+  // No thread calls such a communicator or takes its lock any more, but NCCL's communicator was not destroyed.
   void deregister_dropped(CommSegments& member, uint64_t number) noexcept {
     if (member.lacks_event || !calls_.over(member.events[0]) || !calls_.over(member.events[1])) return;
     if (member.dropped_lock.test_and_set()) return;
@@ -128,8 +131,8 @@ class Segments {
     member.dropped_lock.clear();
   }
 
-  // Keeps an owned segment until `let_go`, for a window, which is a holder as a communicator is; false if the segment
-  // is leaving.
+  // Makes a window a holder of an owned segment, as communicators are, until let_go(); false if the segment is leaving
+  // or gone.
   bool hold(uintptr_t base, uint64_t number) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -143,8 +146,9 @@ class Segments {
     if (found != by_base_.end() && found->second->number == number) drop_holder(*found->second);
   }
 
-  // Keeps an owned segment, which is to be taken away next, until the device has passed an event, and then forgets
-  // the event. False if memory is out, or it is no such segment.
+  // Makes an event a holder of an owned segment until the device has passed the event; query_awaited() finds that out,
+  // and destroys the event. Called right before remove(). False if memory is out, or if no owned segment that is not
+  // leaving begins at `base`.
   bool hold_until(uintptr_t base, void* event) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -178,7 +182,7 @@ class Segments {
     for (const Awaited& one : over) calls_.forget(one.event);
   }
 
-  // Only when `references` is 0: until then a thread without the GIL may query them.
+  // Destroys a communicator's events. Only when `references` is 0: until then a thread without the GIL may query them.
   void forget_events(CommSegments& member) noexcept {
     for (void*& event : member.events) {
       if (event != nullptr) calls_.forget(event);
@@ -186,6 +190,7 @@ class Segments {
     }
   }
 
+  // Whether a segment is leaving or gone; segment_unknown if it was not taken away.
   SegmentState state(uintptr_t base, uint64_t number) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -220,7 +225,8 @@ class Segments {
       if (entry.state == CommSegments::held) --registrations_;
       if (entry.state != CommSegments::pending) drop_holder(*entry.segment);
     }
-    // A thread that the abort has not made return yet may still be in a function below: it finds nothing more to do.
+    // A thread may still be in register_new() or deregister(), if the abort has not made its call of NCCL return yet:
+    // it finds the lists empty, and returns.
     member->entries.clear();
     member->to_register.clear();
     member->to_leave.clear();
@@ -244,7 +250,7 @@ class Segments {
 
   // Deregisters segments that are to leave and are not used any more.
   void deregister_leaving(CommSegments& member, void* comm) noexcept {
-    // NCCL may be at work in the background for a call that has returned, without the communicator's lock.
+    // With `lacks_event`, NCCL may still work in the background for a call that has returned.
     while (!member.lacks_event && begin_fence(member)) {
       if (member.fence >= 0 && !calls_.over(member.events[member.fence])) return;
       member.fence = -1;
@@ -281,7 +287,7 @@ class Segments {
     return true;
   }
 
-  // Whether a segment could leave this communicator if its issued operations are done.
+  // Whether a segment can leave this communicator once the communicator's issued operations are done.
   bool can_leave(const CommSegments* member) noexcept {
     const Hold hold(mutex_);
     return !member->fenced.empty() || std::any_of(member->to_leave.begin(), member->to_leave.end(),
@@ -355,7 +361,7 @@ class Segments {
   };
 
   void add_pending(CommSegments& member, const std::shared_ptr<Segment>& segment) {
-    // Reserves space for all segments that may ever be put there, so that leaving needs no memory.
+    // Reserves space in both lists for all segments of the communicator, so that leaving needs no memory.
     const size_t space = member.entries.size() + 1;
     member.to_leave.reserve(grown(member.to_leave, space));
     member.fenced.reserve(grown(member.fenced, space));
@@ -446,7 +452,8 @@ class Segments {
     return true;
   }
 
-  // Puts segments that can leave behind a fence; false if there are none.
+  // Moves segments that can leave to `fenced`: they are deregistered when the device has passed the fence, an event
+  // behind the issued operations. False if there are none.
   bool begin_fence(CommSegments& member) noexcept {
     const Hold hold(mutex_);
     if (!member.fenced.empty()) return true;
@@ -528,7 +535,7 @@ inline CommSegments* new_member(Segments* registry, void* ranges, int device) {
   return member;
 }
 
-// Drops one reference; the last one frees it.
+// Drops one reference to a communicator's part, and frees the part with the last one.
 inline void free_member(CommSegments* member) {
   if (--member->references != 0) return;
   member->registry->forget_events(*member);

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _stream(stream: SupportsIndex) -> int:
-    # None would be the framework's current stream, and an address has no framework.
+    # Refuses None, which would mean the framework's current stream: an address has no framework.
     return operator.index(stream)
 
 

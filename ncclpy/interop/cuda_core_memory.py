@@ -38,7 +38,7 @@ class _Resource:
         self._core, self._device = core, device
 
     def allocate(self, size: int, stream: Any = None) -> Any:
-        """Return a buffer of `size` bytes. It can be used at once, so the stream waits for nothing."""
+        """Return a buffer of `size` bytes, which can be used at once: the allocation is not ordered by the stream."""
         pointer = self._new(size, stream)
         try:
             try:

@@ -14,7 +14,7 @@ _NO_MEMORY = 2
 
 
 def source(device: int | None) -> CupySource:
-    """Return a new memory pool of CuPy, for a device or for all."""
+    """Return a source with a new memory pool of CuPy, for `device`; None is for all devices."""
     import cupy
 
     return CupySource(cupy, device)
@@ -31,7 +31,7 @@ def _taker(cupy: Any) -> Callable[[int, int], int]:
 
 
 class CupySource:
-    """A ``cupy.cuda.MemoryPool``."""
+    """A ``cupy.cuda.MemoryPool``, as a `Source`."""
 
     def __init__(self, cupy: Any, device: int | None) -> None:
         try:

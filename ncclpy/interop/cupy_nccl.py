@@ -94,7 +94,8 @@ def _name_of(status: int) -> str:
 class NcclError(errors.NcclError):
     """Report a call that NCCL refused or that failed, as CuPy's error does.
 
-    It is an `ncclpy.NcclError` too, and of the subclass that ncclpy would raise, such as `ncclpy.NcclTimeout`.
+    Each error is also an instance of the class that ncclpy would raise: `ncclpy.NcclError`, or a subclass such as
+    `ncclpy.NcclTimeout`.
 
     Parameters
     ----------
@@ -260,13 +261,14 @@ class NcclCommunicator:
     Notes
     -----
     A communicator that is dropped without `destroy` or `abort` is destroyed in the background, so that the destructor
-    does not wait. What was issued on it then has as long as `use` says, by default 60 s; after that it is aborted, and
-    the log ``ncclpy`` has a warning.
+    does not wait. Operations that were issued on it then have the timeout of `use` to end, by default 60 s; after that
+    the communicator is aborted, and the log ``ncclpy`` has a warning.
     """
 
     _ours: Communicator | None = None
-    # The communicator that `commSplit` has divided to make this one, which may share its resources: kept as long.
-    _whole: NcclCommunicator | None = None
+    # The communicator that `commSplit` has divided to make this one. It is kept as long as this one, since the two may
+    # share resources.
+    _parent: NcclCommunicator | None = None
 
     @_raising
     def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
@@ -280,14 +282,14 @@ class NcclCommunicator:
         self._ours, self._drop = ours, close_when_dropped(self, ours)
 
     def _let_go(self) -> None:
-        self._ours = self._whole = None
+        self._ours = self._parent = None
         self._drop.detach()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._ours!r}>"
 
     def _alive(self) -> Communicator:
-        """Return the communicator; raise what NCCL would say of NULL if there is none."""
+        """Return the communicator; if it was destroyed or aborted, raise NCCL's error for a NULL communicator."""
         if self._ours is None:
             raise NcclError(Result.INVALID_ARGUMENT, f"this {type(self).__name__} was destroyed or aborted")
         return self._ours
@@ -392,7 +394,7 @@ class NcclCommunicator:
 
     @_raising
     def check_async_error(self) -> None:
-        """Raise an error that NCCL has found since; an operation in progress is none."""
+        """Raise NCCL's asynchronous error, if there is one; an operation in progress is not an error."""
         result = self._alive().async_error()
         if result != Result.IN_PROGRESS:
             check_status(result)
@@ -415,7 +417,7 @@ class NcclCommunicator:
             return None
         made = NcclCommunicator.__new__(NcclCommunicator)
         made._hold(ours)
-        made._whole = self
+        made._parent = self
         return made
 
 
@@ -465,9 +467,9 @@ class InPlace:
 
 
 _ABSENT = object()
-#: Modules of CuPy that keep names of cupy.cuda.nccl, if they were imported before `use` is called.
+#: Modules of CuPy that have copies of the names of cupy.cuda.nccl, if they were imported before `use` was called.
 _TAKERS = ("cupyx.distributed._nccl_comm", "cupyx.distributed._init", "cupyx.distributed.array._data_transfer")
-#: NCCL's data types by CuPy's type characters, for modules with an empty table, as they found no NCCL.
+#: NCCL's data types by CuPy's type characters, for modules whose own table is empty because they found no NCCL.
 _TYPES = {
     "b": NCCL_INT8, "B": NCCL_UINT8, "i": NCCL_INT32, "I": NCCL_UINT32, "l": NCCL_INT64, "L": NCCL_UINT64,
     "q": NCCL_INT64, "Q": NCCL_UINT64, "e": NCCL_FLOAT16, "f": NCCL_FLOAT32, "d": NCCL_FLOAT64,
@@ -491,7 +493,7 @@ def use(*, timeout: float | None = None) -> InPlace:
     Returns
     -------
     InPlace
-        Its `close` puts CuPy's own module back. Dropping the object changes nothing.
+        Its `close` puts CuPy's own module back; dropping the object does not.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Communicators that a program drops without closing them: threads here close them, under a deadline.
 
-CuPy's binding destroys a communicator in its destructor. Closing one waits for what was issued, and NCCL may wait for
-other ranks; a destructor runs in any thread, at any moment, and must not wait. So dropping a communicator only puts it
-into a queue here.
+CuPy's binding destroys a communicator in its destructor. A destructor runs in any thread, at any moment, and must not
+wait; but a close waits for issued operations, and inside NCCL perhaps for other ranks. So dropping a communicator only
+puts it into a queue here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _log = logging.getLogger("ncclpy")
 
 #: Seconds for what was issued on a communicator without a deadline of its own; then the communicator is aborted.
 _DEADLINE = 60.0
-#: How many threads close communicators: one may wait for a rank that waits for this process to close the next one.
+#: The most threads that close communicators. One thread is not enough: it may wait for a rank that in turn waits until
+#: this process closes the next communicator.
 _MAX_THREADS = 4
 #: Seconds that the end of the process may wait for these threads.
 _PATIENCE = 2.0
@@ -39,12 +40,12 @@ _inherited: list[Any] = []  # in a forked child, what the parent had: the child 
 
 def close_when_dropped(owner: object, comm: Communicator) -> weakref.finalize[[Communicator, int], Any]:
     """Close a communicator in the background once its owner is dropped; detach what is returned to prevent that."""
-    made = weakref.finalize(owner, _take, comm, os.getpid())
+    made = weakref.finalize(owner, _enqueue, comm, os.getpid())
     made.atexit = False  # at exit NCCL ends with the process
     return made
 
 
-def _take(comm: Communicator, process: int) -> None:
+def _enqueue(comm: Communicator, process: int) -> None:
     if comm.closed or os.getpid() != process:
         return
     _dropped.put(comm)

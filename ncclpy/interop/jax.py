@@ -1,8 +1,8 @@
 """Collectives of JAX's arrays as functions, which return new arrays.
 
-JAX's arrays never change, so nothing can be received into one: `Communicator` refuses that. Here what is received gets
-memory of its own, and JAX is handed that memory through DLPack once the data are there. So these functions are for
-arrays outside of `jax.jit`.
+JAX's arrays are immutable, so a `Communicator` refuses to receive into one. The functions here receive into new
+memory, and make it an array of JAX (through DLPack) once the data have arrived. They need arrays that have values, so
+they work outside of `jax.jit` only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 #: The alignment in bytes that XLA needs of CPU memory to take it over without a copy.
 _ALIGNMENT = 64
-#: Seconds of a wait between two looks for an asynchronous error.
+#: Seconds between two checks for an asynchronous error during a wait.
 _LOOK = 0.25
 
 
@@ -59,7 +59,9 @@ def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: flo
         A new array of the same shape.
     """
     array = _given(array)
-    return _received(comm, array.shape, array.dtype, lambda recv, on: comm.all_reduce(array, recv, op, **on), timeout)
+    return _received(
+        comm, array.shape, array.dtype, lambda recv, options: comm.all_reduce(array, recv, op, **options), timeout
+    )
 
 
 def reduce(comm: Communicator, array: Any, op: OpLike = SUM, root: int = 0, *, timeout: float | None = None) -> Any:
@@ -81,7 +83,7 @@ def reduce(comm: Communicator, array: Any, op: OpLike = SUM, root: int = 0, *, t
     """
     array = _given(array)
     made = _received(
-        comm, array.shape, array.dtype, lambda recv, on: comm.reduce(array, recv, op, root, **on), timeout
+        comm, array.shape, array.dtype, lambda recv, options: comm.reduce(array, recv, op, root, **options), timeout
     )
     return made if comm.rank == root else None  # elsewhere nothing was written
 
@@ -101,7 +103,9 @@ def broadcast(comm: Communicator, array: Any, root: int = 0, *, timeout: float |
         As for `all_reduce`.
     """
     array = _given(array)
-    return _received(comm, array.shape, array.dtype, lambda recv, on: comm.broadcast(array, recv, root, **on), timeout)
+    return _received(
+        comm, array.shape, array.dtype, lambda recv, options: comm.broadcast(array, recv, root, **options), timeout
+    )
 
 
 def all_gather(comm: Communicator, array: Any, *, timeout: float | None = None) -> Any:
@@ -114,7 +118,7 @@ def all_gather(comm: Communicator, array: Any, *, timeout: float | None = None) 
     """
     array = _given(array)
     shape = (comm.nranks, *array.shape)
-    return _received(comm, shape, array.dtype, lambda recv, on: comm.all_gather(array, recv, **on), timeout)
+    return _received(comm, shape, array.dtype, lambda recv, options: comm.all_gather(array, recv, **options), timeout)
 
 
 def reduce_scatter(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: float | None = None) -> Any:
@@ -127,7 +131,9 @@ def reduce_scatter(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout:
     """
     array = _given(array)
     shape = (_part(comm, array), *array.shape[1:])
-    return _received(comm, shape, array.dtype, lambda recv, on: comm.reduce_scatter(array, recv, op, **on), timeout)
+    return _received(
+        comm, shape, array.dtype, lambda recv, options: comm.reduce_scatter(array, recv, op, **options), timeout
+    )
 
 
 def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) -> Any:
@@ -140,7 +146,9 @@ def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) 
     """
     array = _given(array)
     _part(comm, array)
-    return _received(comm, array.shape, array.dtype, lambda recv, on: comm.all_to_all(array, recv, **on), timeout)
+    return _received(
+        comm, array.shape, array.dtype, lambda recv, options: comm.all_to_all(array, recv, **options), timeout
+    )
 
 
 def send(comm: Communicator, array: Any, peer: int, *, timeout: float | None = None) -> None:
@@ -154,7 +162,7 @@ def send(comm: Communicator, array: Any, peer: int, *, timeout: float | None = N
         The rank.
     """
     array = _given(array)
-    _done(comm, lambda on: comm.send(array, peer, **on), timeout)
+    _done(comm, lambda options: comm.send(array, peer, **options), timeout)
 
 
 def recv(comm: Communicator, shape: Sequence[int], dtype: Any, peer: int, *, timeout: float | None = None) -> Any:
@@ -169,7 +177,9 @@ def recv(comm: Communicator, shape: Sequence[int], dtype: Any, peer: int, *, tim
     peer
         The rank.
     """
-    return _received(comm, tuple(shape), np.dtype(dtype), lambda recv, on: comm.recv(recv, peer, **on), timeout)
+    return _received(
+        comm, tuple(shape), np.dtype(dtype), lambda recv, options: comm.recv(recv, peer, **options), timeout
+    )
 
 
 def send_recv(comm: Communicator, array: Any, to: int, source: int, *, timeout: float | None = None) -> Any:
@@ -186,10 +196,10 @@ def send_recv(comm: Communicator, array: Any, to: int, source: int, *, timeout: 
     """
     array = _given(array)
 
-    def both(recv: Any, on: dict[str, Any]) -> None:
+    def both(recv: Any, options: dict[str, Any]) -> None:
         with Group():
-            comm.send(array, to, **on)
-            comm.recv(recv, source, **on)
+            comm.send(array, to, **options)
+            comm.recv(recv, source, **options)
 
     return _received(comm, array.shape, array.dtype, both, timeout)
 
@@ -207,7 +217,7 @@ def _jax() -> Any:
 
 
 def _given(array: Any) -> Any:
-    """Return the argument as an array of JAX, which has values (is no tracer) and is on one device."""
+    """Return the argument as an array of JAX; raise if it has no values (a tracer) or is not on one device."""
     jax = _jax()
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
@@ -294,7 +304,7 @@ def _complete(comm: Communicator, stream: Stream) -> None:
             if comm.closed:  # the operation's own timeout has passed
                 raise
             _raise_failure(comm)
-    _raise_failure(comm)  # a stream continues after an operation on it was aborted, as if that had succeeded
+    _raise_failure(comm)  # a stream continues behind an aborted operation, as if the operation had succeeded
 
 
 def _raise_failure(comm: Communicator) -> None:

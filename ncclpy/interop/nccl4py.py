@@ -115,7 +115,7 @@ def group_start() -> None:
 
 
 def group_end() -> None:
-    """Launch the calls of the group that this thread has begun; to simulate it, use `ncclpy.group`."""
+    """Launch the calls of the group that this thread has begun; to simulate a group, use `ncclpy.group`."""
     c_calls.group_end("group_end")
 
 
@@ -184,7 +184,7 @@ class Communicator(_Communicator):
     def split(  # type: ignore[override]
         self, color: int | None = None, key: int = 0, config: NCCLConfig | None = None
     ) -> Self | None:
-        """Divide the ranks by colour; a rank without one gets None, not an empty communicator."""
+        """Divide the ranks by colour; a rank without a colour gets None, not an empty communicator."""
         return super().split(color, key, config=config)
 
     def shrink(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The interface of vLLM's ``PyNcclCommunicator`` over ncclpy: a communicator for tensors, besides a CPU group.
+"""The interface of vLLM's ``PyNcclCommunicator`` over ncclpy: a communicator for tensors, made by a CPU group's ranks.
 
 A program changes ``from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator`` into
 ``from ncclpy.interop.pynccl import PyNcclCommunicator``. vLLM is not needed, and torch is imported when the first
@@ -51,6 +51,7 @@ _log = logging.getLogger("ncclpy")
 
 #: Seconds for an abort, as in vLLM; then the call returns, and the abort may continue.
 _ABORT_TIMEOUT = 5.0
+#: The name of the ranks' rendezvous in a store.
 _MEETING = "ncclpy/pynccl"
 
 
@@ -81,8 +82,8 @@ class PyNcclCommunicator:
         `ncclpy.bootstrap.as_store` takes.
     device
         Where the tensors are: a ``torch.device``, its name, or the ordinal of a GPU; None is the current GPU. On the
-        host engine tensors are on the CPU, and an ordinal chooses the engine's device, by default that of the rank's
-        number.
+        host engine tensors are on the CPU, and an ordinal chooses the engine's device, by default the rank modulo the
+        number of devices.
     library_path
         The library to use, as `ncclpy.use` takes it, if none is loaded yet.
     timeout
@@ -142,7 +143,7 @@ class PyNcclCommunicator:
         *,
         timeout: float | None = None,
     ) -> PyNcclCommunicator:
-        """Make one without a group, from an id that the program has sent to all ranks.
+        """Make a communicator without a group, from an id that the program has sent to all ranks.
 
         Parameters
         ----------
@@ -162,7 +163,7 @@ class PyNcclCommunicator:
         return made
 
     def _begin(self, library_path: str | None) -> bool:
-        """Return whether a communicator has to be made."""
+        """Begin as disabled, and load the library; return whether a communicator has to be made."""
         self.available, self.disabled = False, True
         self.stream: Any = None
         self.device: Any = None
@@ -500,8 +501,8 @@ class PyNcclCommunicator:
     def suspend(self) -> None:
         """Release the device memory of an idle communicator, until `resume`; all ranks do so.
 
-        Nothing happens without a communicator, or if NCCL is older than 2.29.7. A communicator with a deadline keeps
-        its memory, which NCCL shares with the communicator that guards it: `ValueError` says so.
+        Nothing happens without a communicator, or if NCCL is older than 2.29.7. With `timeout` it raises `ValueError`:
+        the memory of a communicator with a deadline is shared with its abort handle, so NCCL cannot release it.
         """
         if self.available and not self._suspended:
             with contextlib.suppress(NcclUnsupported):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _SLICE = 0.1
 _CHANNEL = b"ncclpy/"
 
-# Each changes one key and wakes clients that wait for it, in one step.
+# Scripts, each of which changes one key and wakes the clients that wait for this key, in one step.
 _SET = "redis.call('SET', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') return 1"
 _ADD = (
     "redis.call('INCRBY', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') "
@@ -49,7 +49,8 @@ class RedisStore(Store):
     """Keep keys in a redis server, through connections of its own that are made like the client's.
 
     Keys and values are stored unchanged as strings of Redis, so that other programs can read them. A wait for a key
-    ends when a `RedisStore` sets it; for keys that other clients set, it reads ten times a second.
+    ends at once when a `RedisStore` sets the key. As other clients announce nothing, a wait also reads its keys ten
+    times a second.
 
     Parameters
     ----------
@@ -91,7 +92,7 @@ class RedisStore(Store):
         except (ValueError, OSError, AttributeError) as error:
             if not self._closed:
                 raise
-            # What redis-py raises for a connection that is closed while it reads.
+            # redis-py raises these if a thread closes the store while another one reads.
             raise StoreError(f"{self} was closed while it was in use") from error
 
     def _change(self, script: str, key: str, *args: bytes) -> Any:

@@ -22,7 +22,7 @@ def _handle(stream: Any) -> int:
 
 
 class RmmSource:
-    """An ``rmm.mr.CallbackMemoryResource``; each allocation is a segment, so use a pool of rmm on top."""
+    """An ``rmm.mr.CallbackMemoryResource``, as a `Source`; each allocation is a segment: use a pool of rmm on top."""
 
     def __init__(self, rmm: Any, device: int | None) -> None:
         self._rmm = rmm
@@ -39,7 +39,7 @@ class RmmSource:
 
     @contextlib.contextmanager
     def inside(self) -> Any:
-        """Return a context in which rmm allocates from the resource, in all threads, as rmm has no other way."""
+        """Return a context in which rmm allocates from the resource, in all threads: rmm has no setting for one."""
         before = self._rmm.mr.get_current_device_resource()
         self._rmm.mr.set_current_device_resource(self.resource)
         try:

@@ -36,14 +36,14 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
     Parameters
     ----------
     comm
-        Their communicator; all is done on a duplicate of it.
+        Their communicator; the coordinator uses a duplicate of it.
     engine
         What has to carry the data: ``"auto"``, or one engine for all ranks.
     loaded
         The loaded library, ``"nccl"`` or ``"host"``.
     device
-        This rank's device. None is the current one or, if other ranks of the machine have the same current device, the
-        one numbered like this rank among them.
+        This rank's device. None is the current device or, if another rank of the machine has the same one, the device
+        with this rank's number among the ranks of the machine.
     alone
         Whether nothing else in this process calls MPI.
     patience
@@ -56,7 +56,7 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
     NcclTimeout
         If some ranks have not called it in time.
     ValueError
-        If the ranks ask for different engines; the same on all.
+        If the ranks ask for different engines; raised on all ranks.
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise RuntimeError("transport: MPI is not initialised, or is finalised already")
@@ -146,7 +146,7 @@ class MpiRendezvous:
         return self._store
 
     def control(self, *, cache: int, timeout: float | None, stall_after: float) -> Control:
-        """Return this rank's end of the control plane, and start the thread that relays it."""
+        """Return this rank's part of the control plane, and start the thread that relays its frames over MPI."""
         tree = Tree(self._machines)
         parent, below = tree.parents[self.rank], tree.children[self.rank]
         relay_ends, control_ends = {}, {}

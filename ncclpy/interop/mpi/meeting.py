@@ -31,9 +31,9 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
     Parameters
     ----------
     comm
-        Their communicator; all is done on a duplicate of it.
+        Their communicator; the rendezvous uses a duplicate of it.
     device
-        This rank's device; None as in `devices_of`.
+        This rank's device; None leaves the choice to `devices_of`.
     timeout
         Seconds for all ranks to call it; None is 300.
     make
@@ -41,14 +41,18 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
 
     Raises
     ------
-    ModuleNotFoundError, TypeError, RuntimeError
-        If there is no mpi4py; if it is no communicator of it with one group; if MPI is not initialised, or finalised.
+    ModuleNotFoundError
+        If mpi4py cannot be imported.
+    TypeError
+        If `comm` is no intracommunicator of mpi4py.
+    RuntimeError
+        If MPI is not initialised, or is finalised already.
     NcclTimeout
         If some ranks have not called it in time.
     NcclRemoteError
         If another rank has failed here; that rank raises its own error.
     ValueError
-        If a machine has too few devices; raised on all ranks.
+        If `comm` is ``MPI.COMM_NULL``; or, on all ranks, if a machine has too few devices.
     """
     try:
         kind = MPI.Intracomm
@@ -78,12 +82,12 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
     own.Free()
     machines = [each["machine"] for each in told]
     devices = devices_of(machines, [(each["given"], each["current"], each["count"]) for each in told])
-    _check_room(told, machines, devices)
+    _check_shared_devices(told, machines, devices)
     return bytes.fromhex(told[0]["brought"]), devices[comm.rank]
 
 
-def _check_room(told: list[dict[str, Any]], machines: list[str], devices: list[int]) -> None:
-    """Raise, on all ranks, if a rank that has not chosen its device would share it, which NCCL refuses."""
+def _check_shared_devices(told: list[dict[str, Any]], machines: list[str], devices: list[int]) -> None:
+    """Raise on all ranks if two ranks would share a device, which NCCL refuses, and did not both choose it."""
     first: dict[tuple[str, int], int] = {}
     for rank, place in enumerate(zip(machines, devices, strict=True)):
         mate = first.setdefault(place, rank)
@@ -138,7 +142,7 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
 def gather_json(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> list[dict[str, Any]]:
     """Return what `mine()` returns on each rank; if it raises on a rank, all ranks raise.
 
-    That rank raises the error of `mine()`. In both cases the communicator is freed.
+    That rank raises the error of `mine()`, the others `NcclRemoteError`; all of them have freed the communicator then.
 
     Raises
     ------

@@ -120,7 +120,7 @@ class MpiPlane:
         """Return whether the communicator is made, or cannot be made."""
         return self._backend.settled.is_set()
 
-    # Launches: each gives the thread the calls to start, and what is left to do once MPI has completed them.
+    # Launches: each gives the thread a function that starts calls of MPI, and one that runs once they are complete.
 
     def _launch(
         self, what: str, brought: Sequence[TensorEntry], start: Callable[[], list[Any]], finish: Callable[[], None]
@@ -153,11 +153,11 @@ class MpiPlane:
             self._changed.notify_all()
 
     def all_reduce(self, brought: TensorEntry, op: int, factor: float | None) -> None:
-        """Launch an all-reduce in place, of data that are first multiplied by a factor if there is one."""
+        """Launch an all-reduce in place; `factor`, if given, first multiplies the data."""
         data = brought.memory()
-        values, alone = _loaded(data, brought.datatype, factor)
+        values, in_place = _loaded(data, brought.datatype, factor)
         self._reduce(
-            f"all_reduce {brought.name!r}", [brought], values, brought.datatype, op, [None if alone else data]
+            f"all_reduce {brought.name!r}", [brought], values, brought.datatype, op, [None if in_place else data]
         )
 
     def fuse(
@@ -168,7 +168,10 @@ class MpiPlane:
         factor: float | None,
         on_device: bool,
     ) -> None:
-        """Launch one all-reduce of several arrays; None is the operator's identity, of a rank that has joined."""
+        """Launch one all-reduce of several arrays.
+
+        None instead of an array, of a rank that has joined, stands for as many elements of the operator's identity.
+        """
         pieces: list[np.ndarray] = []
         places: list[memoryview | None] = []
         for brought, count in members:
@@ -194,7 +197,10 @@ class MpiPlane:
         places: list[memoryview | None],
         counts: list[int] | None = None,
     ) -> None:
-        """Launch the reduction of values in place; afterwards each place gets its part of the results, of `counts`."""
+        """Launch the reduction of values in place, then write the results to the places.
+
+        `counts` has the number of elements for each place. Nothing is written for a place that is None.
+        """
         comm, size = self._backend.comm, self._backend.size
 
         def finish() -> None:
@@ -337,7 +343,7 @@ def _pieces(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _in_units(sizes: list[int]) -> tuple[Any, list[int]]:
-    """Return an MPI type and counts of it for so many bytes: bytes, unless the counts would be too large."""
+    """Return an MPI type, and the count of it for each size in bytes: MPI.BYTE, or a larger unit for large counts."""
     if sum(sizes) <= _MAX_COUNT:
         return MPI.BYTE, sizes
     width = gcd(*sizes)
@@ -363,7 +369,7 @@ def _places(counts: list[int]) -> list[int]:
 
 
 def _loaded(data: memoryview, datatype: int, factor: float | None) -> tuple[np.ndarray, bool]:
-    """Return values to be summed, scaled if there is a factor, and whether they are the array itself."""
+    """Return the values to reduce, scaled if there is a factor, and whether they are the array's own memory."""
     kind = plain(datatype)
     values = widened(data, datatype) if kind is None else np.frombuffer(data, kind)
     if factor is not None:
@@ -384,7 +390,7 @@ def _average(values: np.ndarray, op: int, size: int) -> None:
     if values.dtype.kind == "f":
         values /= size
     else:
-        # In a type that holds the number of ranks as well.
+        # In 64 bits, since the values' type may be too small for the number of ranks.
         wide = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64)
         values[:] = (wide - np.fmod(wide, wide.dtype.type(size))) // wide.dtype.type(size)
 

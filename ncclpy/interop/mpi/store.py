@@ -11,14 +11,15 @@ from ncclpy.bootstrap.address import look_up
 from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
 
-# What is broadcast has a fixed size, so that ranks need not unpickle it: address, port, token.
+# Bytes of the message that rank 0 broadcasts: address, port, token. All ranks know this size, so nothing has to be
+# pickled.
 _SIZE = 256
 #: Seconds for the system's resolver to give the address of this machine.
 _RESOLVE_TIMEOUT = 5.0
 
 
 def adapt(obj: object) -> Store | None:
-    """Return a store for the ranks of a communicator, which all call this; None if `obj` is not one."""
+    """Return a store for the ranks of an mpi4py communicator, which all call this; None if `obj` is something else."""
     from mpi4py import MPI
 
     return _serve(obj, MPI) if isinstance(obj, MPI.Intracomm) else None

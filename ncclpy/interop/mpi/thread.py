@@ -1,9 +1,9 @@
 """The one thread of a coordinator that calls MPI: it relays the control plane's frames, and runs operations on data.
 
-The control plane (`ncclpy.coordinator.control`) talks to its neighbours through stream sockets. Over MPI each of these
-is one end of a socket pair. This thread reads at the other end what the control plane writes, and sends it as messages
-to the thread of that neighbour, which writes it into a socket pair of its own. A message without bytes says that the
-neighbour's end was closed.
+The control plane (`ncclpy.coordinator.control`) talks to each neighbour through a stream socket. Over MPI this socket
+is one end of a socket pair. At the other end this thread reads what the control plane writes, and sends it in messages
+of MPI to the neighbour. There the same thread writes it to the neighbour's control plane, by a socket pair too. An
+empty message says that the sender's control plane has closed its socket.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["MpiCall", "MpiThread", "is_running"]
 _FRAME_TAG, _AGREEMENT_TAG = 1, 2
 #: The most bytes of a frame in one message.
 _MAX_MESSAGE_BYTES = 64 << 10
-#: Seconds between two polls of MPI, which has nothing to sleep on: this fraction of the time since something moved
-#: last, so that a wait ends late by as much, within these bounds. The upper one determines the cost of an idle rank: a
-#: poll takes up to 150 us if all that it needs has left the caches, so that is 0.06% of a core.
+#: MPI has nothing to sleep on, so the thread polls. The pause between two polls is this fraction of the time since the
+#: last progress, within these bounds in seconds; a wait ends late by that fraction. The upper bound determines the
+#: cost of an idle rank: with cold caches a poll takes up to 150 us, which is 0.06% of a core.
 _PAUSE_FRACTION, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 50e-6, 0.25
 #: Seconds without sleep after a step that made progress: usually an answer follows soon, and MPI transfers data only
 #: while it is called. With sleeps an operation takes a third longer, from the last rank's call to its end.
@@ -48,19 +48,19 @@ class MpiCall:
     Parameters
     ----------
     lane
-        The lane of its set: operations of one lane end in the order in which they were launched, as on a stream.
+        The started operations of its process set: they end in the order in which they were launched, as on a stream.
     what
         Its name, for errors.
     brought
-        The parts that end with this operation.
+        The arrays of this rank (`TensorEntry`), whose works end with this operation.
     start
-        Returns the MPI requests that it consists of; called by the thread.
+        Starts the operation and returns its MPI requests; called by the thread.
     finish
-        Does what is left once they are complete.
+        Stores the results; called once the requests are complete.
     failed
-        Called with an error, with which the works end; MPI may still execute the operation.
+        Ends the works with an error; MPI may still execute the operation.
     done
-        Called once MPI has completed it.
+        Called once MPI has completed the operation.
     limit
         Seconds for the operation.
     """
@@ -109,7 +109,7 @@ class MpiThread:
     comm
         A communicator for this thread alone.
     ends
-        By neighbour on the control plane, the socket with this rank's control plane at its other end.
+        For each neighbour on the control plane, the end of a socket pair; this rank's control plane has the other end.
     """
 
     def __init__(self, comm: Any, ends: dict[int, socket.socket]) -> None:
@@ -140,9 +140,10 @@ class MpiThread:
         self._add_task(launch)
 
     def make(self, members: Sequence[int] | None, made: Callable[[Any, BaseException | None], None]) -> None:
-        """Have the thread make a communicator of some ranks. All ranks call this in the same order, others with None.
+        """Have the thread make a communicator of some ranks. All ranks call this in the same order.
 
-        On its members ``made(comm, error)`` is called when it is made.
+        Ranks that are not members pass None. ``made(comm, error)`` is called on members with the new communicator, and
+        on any rank with an error if the thread ends before.
         """
         self._add_task(_CommCreation(members, made))
 
@@ -163,7 +164,7 @@ class MpiThread:
         return not self._thread.is_alive()
 
     def leave_at_exit(self) -> None:
-        """Have the thread leave MPI before it is finalised."""
+        """Have the thread leave MPI, which is finalised next."""
         self._end_deadline = time.monotonic() + _EXIT_TIMEOUT
         self._exiting = self._ending = True
         self._wake_thread()
@@ -189,7 +190,7 @@ class MpiThread:
             self._loop()
         except BaseException as error:  # an error of MPI, as its error handler returns: the thread cannot continue
             self.error = error
-        for connection in self._connections.values():  # for the control plane the neighbours are gone
+        for connection in self._connections.values():  # this tells the control plane that the neighbours are gone
             connection.end.close()
         _kept_for_mpi.extend(self._sends)
         _running.discard(self)
@@ -353,9 +354,9 @@ class MpiThread:
     def _make(self) -> bool:
         """Take the next step in making the first communicator that waits.
 
-        Making a communicator blocks until all of its members make it. Meanwhile this thread relays no frames, for
-        which they may wait. So the creation begins when all ranks have reached it, as a nonblocking barrier shows. All
-        ranks make the communicators in one order.
+        MPI's call blocks until all members have made it. Meanwhile this thread relays no frames, but a member may wait
+        for frames before it makes the call. So the call is made only when a nonblocking barrier has shown that all
+        ranks have reached this creation. All ranks make the communicators in one order.
         """
         first = self._creations[0]
         if first.barrier is None:

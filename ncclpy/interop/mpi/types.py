@@ -36,7 +36,7 @@ _PLAIN: dict[int, tuple[Any, str]] = {
     DataType.FLOAT32: (np.float32, "FLOAT"),
     DataType.FLOAT64: (np.float64, "DOUBLE"),
 }
-#: An average is a sum, which `_average` of the plane then divides.
+#: MPI has no average: it makes a sum, which `_average` in `plane` divides afterwards.
 _OPERATORS = {
     ReduceOp.SUM: "SUM", ReduceOp.AVG: "SUM", ReduceOp.PROD: "PROD", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX",
 }  # fmt: skip

@@ -1,9 +1,9 @@
 // A backend of torch.distributed that forwards its operations to methods of a Python object, and works that do the
 // same: for releases of torch with a Backend that Python cannot derive from. It is built against the installed torch
-// when it is first needed.  Backends and works hold their Python object, so that it is not freed before them. Torch
-// calls them with or without the GIL. An operation that needs nothing of the Python layer (one dense tensor that the
-// engine reaches, no block, no timeout of its own) is begun on the process group directly: most calls are such, and
-// the layer would take as long again as the group.
+// when it is first needed. Backends and works hold their Python objects, which are not freed before them. Torch calls
+// them with or without the GIL. An operation that needs nothing of the Python layer (one dense tensor that the engine
+// reaches, no block, no timeout of its own) is begun on the process group directly: most calls are of this kind, and
+// through the Python layer they would take twice as long.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -46,8 +46,8 @@ py::object given(std::chrono::milliseconds timeout) {
   return timeout < std::chrono::milliseconds(0) ? py::object(py::none()) : py::float_(seconds(timeout));
 }
 
-// For an operator its number, and for a pre-multiplied sum the number and the factor: torch's enum costs Python
-// microseconds.
+// For an operator its number, and for a pre-multiplied sum the number and the factor: an object of torch's enum would
+// take microseconds to make.
 py::object given(const c10d::ReduceOp& op) {
   const int which = static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(op));
   if (which != c10d::ReduceOp::PREMUL_SUM) return py::int_(which);
@@ -94,13 +94,13 @@ class Layer {
 
   const Methods methods;
 
-  // With the GIL: whether an operation may be begun on the group directly: there is a group, no block is open, and the
-  // timeout is the group's.
+  // With the GIL. Whether operations may be begun on the group directly: it is made, no block is open, and the timeout
+  // was not changed.
   bool is_open() {
     if (!direct_) {
       py::object found = call(python, "direct");
       if (found.is_none()) return false;
-      if (!direct_) direct_.emplace(std::move(found));  // another thread may have been faster
+      if (!direct_) direct_.emplace(std::move(found));  // unless another thread has done so during the call
     }
     static PyObject* const timeout = interned("changed_timeout");
     const auto changed = py::reinterpret_steal<py::object>(PyObject_GetAttr(python.get().ptr(), timeout));
@@ -108,7 +108,7 @@ class Layer {
     return changed.is_none() && PyDict_Size(at(1)) == 0;
   }
 
-  // Items of `TorchBackend.direct`, borrowed, for use once this was open.
+  // Items of `TorchBackend.direct`, borrowed; valid once is_open() has returned true.
   PyObject* group() const { return at(0); }
   PyObject* operator_of(c10d::ReduceOp::RedOpType which) const { return PyTuple_GetItem(at(2), which); }
   PyObject* stream_of() const { return at(3); }  // None on CPUs
@@ -237,7 +237,8 @@ class ForwardedWork : public c10d::Work {
   }
 
  private:
-  // With the GIL: have the current stream wait or, for data in CPU memory, this thread. False if a `TorchWork` has to.
+  // With the GIL: has the current stream wait or, for data in CPU memory, this thread. False if there is a
+  // `TorchWork`, which has to do that.
   bool waits_at_once() const {
     static PyObject* const wait = interned("wait");
     static PyObject* const synchronize = interned("synchronize");
@@ -405,7 +406,7 @@ class ForwardedBackend : public c10d::Backend {
     const Gil gil;
     return c10::make_intrusive<ForwardedOptions>(std::chrono::milliseconds(call(python_, "timeout_ms").cast<int64_t>()));
   }
-  // All ranks of this group call it with the ranks of the new group, also those outside of that; none waits here.
+  // All ranks of this group call it with the ranks of the new group, also ranks outside of the new one; no rank waits.
   c10::intrusive_ptr<Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
@@ -418,8 +419,8 @@ class ForwardedBackend : public c10d::Backend {
   }
 #endif
 
-  // With the GIL. False while torch looks for a group of "nccl" to split a new one from: it would give nccl this
-  // backend.
+  // With the GIL. False in `_get_split_source`, by which torch looks for a group that nccl can split: torch would pass
+  // this backend to nccl.
   bool is_split_by_caller() const { return !is_called_by("_get_split_source") && supportsSplitting(); }
 
   py::object python() const { return python_.get(); }
@@ -451,7 +452,7 @@ class ForwardedBackend : public c10d::Backend {
     const Gil gil;
     call(python_, "prefer", device);
   }
-  // With the GIL: torch binds a group to a device after its backend was made.
+  // With the GIL. Sets the device that torch has bound the group to; torch does so after it has made the backend.
   void prefer_bound() {
     if (bound_ || !getBoundDeviceId()) return;
     bound_ = true;
@@ -515,9 +516,9 @@ class ForwardedBackend : public c10d::Backend {
   bool bound_ = false;
 };
 
-// Torch resolves lazy conjugations and negations before an operation, into copies that a backend then receives into:
-// c10d's operations do not say that they write. So tensors are passed as they are to groups of this backend, which
-// handles them.
+// Before an operation torch copies tensors with a lazy conjugation or negation: c10d's operations do not declare that
+// they write. A backend would receive into the copies. So groups of this backend get the tensors as they are, and the
+// backend handles them.
 bool is_ours(const torch::jit::Stack& stack, size_t arguments) {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   std::optional<c10::DeviceType> device;
@@ -586,7 +587,7 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
       .def_property_readonly("python", &ForwardedWork::python);
   py::class_<ForwardedBackend, c10d::Backend, c10::intrusive_ptr<ForwardedBackend>>(module, "ForwardedBackend")
       .def(py::init<int, int, py::object>())
-      // Called by torch 2.6 on ranks outside of a group that is split: nothing waits for them here.
+      // Torch 2.6 calls this on ranks outside of the new group of a split: no rank waits for them, so it does nothing.
       .def("perform_nocolor_split", [](ForwardedBackend&, const c10::Device&) {})
       .def_property_readonly("supports_splitting", &ForwardedBackend::is_split_by_caller)
 #if TORCH_IS_AT_LEAST(2, 8)

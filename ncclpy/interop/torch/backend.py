@@ -53,7 +53,7 @@ class TorchBackend:
     Parameters
     ----------
     rank, size : int
-        This rank, and the number of ranks: asking the group for them would make it.
+        This rank, and the number of ranks. They are given here since asking the group for them would make the group.
     make : callable
         Called with a torch.device, or None for a default; returns the `ProcessGroup`. On GPUs the first operation
         calls it, as only the operation's tensors determine this rank's device.
@@ -257,7 +257,10 @@ class TorchBackend:
 
     @contextlib.contextmanager
     def _one_launch(self, timeout: float | None) -> Iterator[list[TorchWork]]:
-        """Make one launch of a block, unless it is within another block; give a list, to which the work is added."""
+        """Make the operations within one launch, that of an open block if there is one.
+
+        Yield a list, to which the work of the launch is added at the end.
+        """
         works: list[TorchWork] = []
         coalesced = self._block()
         if coalesced is not None:
@@ -357,7 +360,7 @@ class TorchBackend:
         sent, parts = _only(inputs, "inputs"), _only(outputs, "outputs")
         _count(parts, self.size, "outputs")
         staging = self._staging(sent)
-        # Other ranks may gather parts of one size in one tensor: the launches have to match.
+        # Parts of one size are gathered as one tensor: other ranks may pass one, and the launches have to match.
         held = staging.flat_received(parts) if are_even(sent, parts) else staging.all_received(parts)
         begun = self.group.all_gather(staging.sent(sent), held, timeout=self._limit(timeout))
         return self._work(begun, parts, staging, sent)
@@ -559,7 +562,7 @@ class TorchBackend:
                 group.close()
                 self._copies.finish()
         finally:
-            if self.store_shutdown is not None:  # torch drops the store next, which ends its server if it is here
+            if self.store_shutdown is not None:  # torch drops the store next, and with it a server in this process
                 self.store_shutdown.end()
 
 

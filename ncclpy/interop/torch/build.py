@@ -93,7 +93,7 @@ _made: Path | None = None
 
 
 def built(torch: Any, part: Part = ALLOCATOR) -> Path:
-    """Return the path of a library for a torch; build it first unless that was done before.
+    """Return the path of a library for a torch, and build the library if it was not built before.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def flags_for(torch: Any) -> list[str]:
     if cuda is not None:
         includes.append(cuda)
     abi = int(bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
-    # From these macros pybind11 concludes whether two modules share classes. Older releases of torch have the values
+    # From these macros pybind11 concludes whether two modules share classes. Older releases of torch tell the values
     # that they were built with.
     known = {part: getattr(torch._C, f"_PYBIND11_{part}", None) for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return [
@@ -181,7 +181,7 @@ def flags_for(torch: Any) -> list[str]:
 
 
 def _torch_includes(root: Path) -> list[str]:
-    """Return torch's own folders; asking its cpp_extension would import that, which warns if it finds no GPU."""
+    """Return torch's own folders, without ``torch.utils.cpp_extension``, whose import warns if it finds no GPU."""
     include = root / "include"
     return [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 
@@ -206,8 +206,8 @@ def _cuda_include() -> str | None:
 def cache_folder() -> Path:
     """Return the folder of built libraries, which belongs to this user alone.
 
-    It is in the user's cache, else one of the user's among the temporary files; if neither can be used, a new one for
-    this process.
+    It is in the user's cache or, if that cannot be used, among the temporary files. If neither can be used, it is a
+    new folder for this process.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     refused = []

@@ -118,7 +118,7 @@ class GradientAverage:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_step()))
 
     def _before_step(self) -> None:
-        if not self._is_done:  # else the program has called it, to clip them, say
+        if not self._is_done:  # else the program has called synchronize(), to clip the gradients, say
             self.synchronize()
         self._is_done = False
 
@@ -173,7 +173,7 @@ class GradientAverage:
         NcclError
             If the ranks disagree about a gradient, one is lost, or the coordinator has ended.
         RuntimeError
-            If parameters have gradients of fewer passes than a step has.
+            If all gradients that were accumulated are of fewer backward passes than a step has.
         """
         with self._lock:
             short = [key for key, seen in self._seen.items() if seen < self._passes]
@@ -182,7 +182,7 @@ class GradientAverage:
         if short and len(self._seen) == len(short):
             raise RuntimeError(
                 f"synchronize() after {max(self._seen[key] for key in short)} of {self._passes} backward passes: the "
-                "gradients go out with the last one"
+                "gradients are sent with the last one"
             )
         for key in [*short, *fresh]:  # also if one has failed: other ranks wait for them
             parameter = self._parameters[key]

@@ -1,5 +1,5 @@
-// Heartbeats through a store of torch, from a thread that needs no GIL: by them other machines know that this
-// process is there, even while a call of the program keeps the GIL.
+// Heartbeats through a store of torch, from a thread that needs no GIL: they show other machines that this process is
+// alive, even while a call of the program keeps the GIL.
 #pragma once
 
 #include <fcntl.h>
@@ -18,11 +18,11 @@
 
 namespace {
 
-// Counts up under a key until it is closed, or the store's server has ended.
+// Increments a count under a key until it is closed, the store's server has ended, or a call of the store fails.
 class Heartbeat {
  public:
-  // `before` precedes the count, and `period` is the seconds between two beats. `idle` is a connection to the server,
-  // which ends with the server: torch prints a C++ backtrace for a call that finds the server gone, so none is made.
+  // `before` precedes the count, and `period` is the seconds between two beats. `idle` is an idle connection to the
+  // server. It ends with the server, and after that no call is made: torch would print a C++ backtrace for the call.
   Heartbeat(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string before, double period, int idle)
       : state_(std::make_shared<State>()), process_(::getpid()) {
     state_->store = std::move(store);
@@ -36,7 +36,8 @@ class Heartbeat {
   Heartbeat& operator=(const Heartbeat&) = delete;
   ~Heartbeat() { end(std::chrono::seconds(0)); }
 
-  // Stops counting; without the GIL. Returns whether no call is under way, after 5 s at most.
+  // Stops counting; called without the GIL. Waits 5 s at most until no call of the store is under way; returns whether
+  // that is so.
   bool close() { return end(std::chrono::seconds(5)); }
 
  private:

@@ -1,7 +1,7 @@
 """Segments of torch's caching allocator, as its own trace hooks report them: ``attach("torch", hooks=True)``.
 
-torch calls its hooks in C++, so a small library of ncclpy is in between (`shim.cpp`, built by `build`). It calls
-`memory.hooks`, without the GIL.
+torch calls its hooks in C++, so a small library of ncclpy is in between (`shim.cpp`, built by `build`). The library
+calls `take_in` and `take_out` of `memory/registry.pyx`, which need no GIL.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
     if _shim.ncclpy_torch_open(*functions, timeout, words, len(words)):
         raise RuntimeError(f"torch's allocator takes no hooks: {words.value.decode(errors='replace')}")
     try:
-        # No lock of ncclpy is held: the snapshot takes the allocator's. The shim notes what is made or freed then.
+        # The snapshot takes the allocator's locks. Torch calls the hooks under these, so none of the locks that the
+        # hooks take is held here. The shim notes segments that are made or freed during the snapshot.
         for segment in torch.cuda.memory_snapshot():
             if not segment.get("is_expandable", False):
                 _shim.ncclpy_torch_was_there(segment["address"], segment["total_size"], segment["device"])
@@ -118,7 +119,7 @@ def _check_allocator(torch: Any) -> None:
 
 
 def _has_expandable_segments(torch: Any) -> bool:
-    """Return whether they are on: as torch tells or, in a release that does not, by the variables that torch reads."""
+    """Return whether expandable segments are on, by torch's settings or, in older releases, by torch's variables."""
     try:
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
         return bool(settings["expandable_segments"])

@@ -19,7 +19,7 @@ class Coordinator(Protocol):
     rank: int
 
     def broadcast(self, name: str, array: Any, root: int) -> Work[Any]:
-        """Bring an array that receives the root's."""
+        """Bring an array: the root's values are sent, the other ranks' arrays receive them."""
 
 
 def broadcast_parameters(what: Any, coordinator: Coordinator, *, root: int = 0, name: str = "parameters") -> None:
@@ -45,7 +45,7 @@ def broadcast_parameters(what: Any, coordinator: Coordinator, *, root: int = 0, 
     NcclError
         If ranks disagree about a tensor; the error names what each has.
     TypeError
-        If it is none of these, or an optimiser's state contains something that is neither a tensor nor a plain value.
+        If `what` is none of these, or an optimiser's state has something that is neither a tensor nor a plain value.
     """
     import torch
 

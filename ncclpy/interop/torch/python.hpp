@@ -21,17 +21,17 @@ namespace {
 // nor torch's frames allow that: the process would be aborted. So such a thread stays where it is, without the GIL.
 std::atomic<bool> has_ended{false};
 std::thread::id ender;  // the thread that ends the process, which does not stay
-constexpr auto kEnds = std::chrono::seconds(2);
+constexpr auto kExitPatience = std::chrono::seconds(2);
 
 [[noreturn]] void stay() {
   for (;;) pause();
 }
 
-// Without the GIL: have other threads stay while the process ends. If it has not ended after kEnds they continue, as
-// other threads may wait for them.
+// Without the GIL: keeps the calling thread here while the process ends. If Python has not ended after kExitPatience,
+// the thread continues, as other threads may wait for it.
 void stay_at_the_end() {
   if (!has_ended || std::this_thread::get_id() == ender || PyGILState_Check()) return;
-  const auto until = std::chrono::steady_clock::now() + kEnds;
+  const auto until = std::chrono::steady_clock::now() + kExitPatience;
   while (std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   if (!Py_IsInitialized()) stay();
 }
@@ -98,7 +98,7 @@ PyObject* self_of(const py::object& object) { return object.ptr(); }
 // Calls a method by its interned name; null if it has raised.
 template <class... Arguments>
 py::object call_known(PyObject* name, PyObject* object, Arguments*... arguments) {
-  PyObject* raw[] = {nullptr, object, arguments...};  // Python uses the first item
+  PyObject* raw[] = {nullptr, object, arguments...};  // Python may overwrite the first item during the call
   return py::reinterpret_steal<py::object>(call_raw(name, raw + 1, sizeof...(arguments) + 1));
 }
 

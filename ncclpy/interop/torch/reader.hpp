@@ -1,7 +1,7 @@
 // Reads a plain tensor from torch's own fields: DLPack's exchange would make another tensor and call Python.
-// A tensor is plain by its dispatch keys: those of dense memory on a CPU or a GPU, with autograd's, and no other. So
-// lazy negations and conjugations, zeros without memory, sparse, quantized, nested and named tensors, and the wrappers
-// of torch.func and __torch_dispatch__ are left to the caller, also those of later releases.
+// A tensor is plain if it has only the dispatch keys of dense memory on a CPU or a GPU, of autograd and of autocast.
+// The caller has to read all others: lazy negations and conjugations, zeros without memory, sparse, quantized, nested
+// and named tensors, the wrappers of torch.func and __torch_dispatch__, and what later releases of torch add.
 #pragma once
 
 #include <ATen/DLConvertor.h>
@@ -19,8 +19,8 @@ constexpr c10::DispatchKeySet kPlain =
     c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality,
                          c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
 
-// DLPack's type for a type of torch. Torch tells it only for a tensor, and throws for some types. Torch reports
-// types of less than a byte as if they had eight bits: these, and types with several lanes, are kNone.
+// DLPack's type for a type of torch, as torch gives it for the first tensor of that type. kNone are types for which
+// torch throws, types with several lanes, and types of less than a byte, which torch reports as if they had 8 bits.
 struct DLPackType {
   enum : uint8_t { kUnknown, kKnown, kNone } state = kUnknown;
   uint8_t code = 0;
@@ -60,7 +60,7 @@ int read_tensor(void* object, ncclpy_read_tensor* out) noexcept {
     out->bits = type.bits;
     return 0;
   } catch (...) {
-    PyErr_Clear();  // the next way to read the object says what it is
+    PyErr_Clear();  // the caller reads the object in another way, which reports the error
     return 1;
   }
 }

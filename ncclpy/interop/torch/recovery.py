@@ -91,7 +91,7 @@ def recover(timeout: float, min_size: int = 1) -> Recovery:
         raise backend_error(error) from error
     rank, size = group.rank, group.size
     dist.destroy_process_group()
-    # Below the old group's keys, so that each recovered world has a place of its own.
+    # A prefix below the old world's keys, so that each recovered world has keys of its own.
     place = dist.PrefixStore("recovered", store)
     dist.init_process_group(
         name,

@@ -90,8 +90,9 @@ def _made(
     _choose_engine()
     on_gpu = library.library().engine == "cuda"
     if on_gpu:
-        # On GPUs the first operation makes the group. A rank without operations must also count how often the group
-        # was made, as names are used again in a store.
+        # A name may be used again in one store, so the keys of each group have a number: how often the rank has made a
+        # group of this name. It is counted here, since on GPUs the first operation makes the `ProcessGroup`, and a
+        # rank without operations has to count too.
         import torch.distributed
 
         number = store.add(f"ncclpy/made/{name}/{rank}", 1)
@@ -104,7 +105,8 @@ def _made(
             ordinal = device.index
         else:
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
-        # Torch programs read tensors on streams, which continue after an abort: by default nothing is aborted.
+        # Torch programs read tensors on streams, and streams continue after an abort. So by default a failed group
+        # ends the process, and aborts nothing before.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
         group_store = TorchStore(store, min(timeout, 300.0), shutdown)
         group_store.one_attempt = True  # torch gives each attempt keys of its own

@@ -1,7 +1,7 @@
-// Follows torch's caching allocator for ncclpy. It is built against the installed torch when it is needed, knows only
-// two functions of ncclpy, by their addresses, and stays loaded: trackers cannot be detached.  Trackers are called
-// under the allocator's lock of one device, with or without the GIL. No Python runs here, and no thread waits under
-// the mutex below.
+// A library that follows torch's caching allocator for ncclpy. It is built against the installed torch when it is
+// first needed, knows only two functions of ncclpy, by their addresses, and stays loaded: torch cannot detach the
+// tracker. Torch calls the tracker under the allocator's lock of one device, with or without the GIL. No Python runs
+// here, and no thread waits under the mutex below.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <cstddef>
@@ -29,8 +29,8 @@ struct State {
   std::mutex mutex;
   bool attached = false;  // the tracker is attached; it cannot be detached
   bool open = false;  // new segments are taken in; freed ones are always taken out
-  bool looking_back = false;  // from before the tracker is attached until the segments that existed are in
-  bool lost_track = false;  // a segment that was freed meanwhile could not be noted
+  bool looking_back = false;  // from before the tracker is attached until all earlier segments are in the registry
+  bool lost_track = false;  // a segment that was freed while looking back could not be put into `gone`
   TakeIn take_in = nullptr;
   TakeOut take_out = nullptr;
   double timeout = 0;
@@ -58,7 +58,7 @@ int take_in(State& one, uintptr_t base, size_t bytes, int device) {
   const int result = one.take_in(base, bytes, device);
   if (result == taken_in) {
     ++one.count[followed];
-  } else if (noted) {  // memory of ncclpy itself, perhaps, in a pool of torch
+  } else if (noted) {  // the registry has not added it: it may be memory of ncclpy itself, in a pool of torch
     one.ours.erase(base);
   }
   if (result == refused) ++one.count[not_followed];
@@ -94,7 +94,7 @@ void segment_freed(uintptr_t base, int device) {
     const Hold hold(one.mutex);
     ++one.count[result > 0 ? ended : kept];
   }
-  if (result < 0) {  // the allocator has not freed it yet, and keeps it if this throws
+  if (result < 0) {  // the allocator frees the segment after this call, and keeps it if this call throws
     char words[200];
     std::snprintf(words, sizeof words,
                   "ncclpy: the memory at 0x%llx is not freed: a communicator still uses it after %g s, and could not be "
@@ -111,7 +111,7 @@ void follow(const allocator::TraceEntry& entry) {
       return segment_allocated(base, static_cast<size_t>(entry.size_), static_cast<int>(entry.device_));
     case allocator::TraceEntry::SEGMENT_FREE:
       return segment_freed(base, static_cast<int>(entry.device_));
-    case allocator::TraceEntry::SEGMENT_MAP: {  // it grows and shrinks by pages, which a registration cannot
+    case allocator::TraceEntry::SEGMENT_MAP: {  // an expandable segment grows by pages, a registration cannot
       State& one = state();
       const Hold hold(one.mutex);
       if (one.open) ++one.count[expandable];
@@ -169,7 +169,7 @@ void ncclpy_torch_looked_back() {
   one.gone.clear();
 }
 
-// Nothing is taken in from here on.
+// From now on takes in no segment; segments that were taken in are still taken out when they are freed.
 void ncclpy_torch_close() {
   State& one = state();
   const Hold hold(one.mutex);
@@ -177,7 +177,7 @@ void ncclpy_torch_close() {
   one.gone.clear();
 }
 
-// Returns how many segments are taken in from here, and the first of them.
+// Returns the number of segments that this library has taken in, and writes the first `space` of them.
 size_t ncclpy_torch_ours(uintptr_t* bases, int* devices, size_t space) {
   State& one = state();
   const Hold hold(one.mutex);

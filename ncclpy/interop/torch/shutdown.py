@@ -1,9 +1,9 @@
 """The end of the process that serves a TCPStore of torch, as the processes of the other ranks see it.
 
 Torch's client prints a warning with a C++ backtrace for each call that finds the server gone, and a group's threads
-call it as long as the group exists. So before each call a process checks an idle connection to the server, which ends
-when the server does. And the process that serves the store announces its end: it waits until the other processes
-have confirmed that they have no call in progress and begin none.
+call the store as long as the group exists. So before each call a process checks an idle connection to the server,
+which ends when the server does. And the process that serves the store announces its end: it waits until the other
+processes have confirmed that they have no call in progress and begin none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _POLLS_PER_SECOND = 500
 #: Seconds to connect.
 _CONNECT_TIMEOUT = 5.0
 
-# Keys, below the world's: each rank's process, and that it makes no more calls; which process serves, and its end.
+# Keys, below the world's: each rank's process; a mark that a rank makes no more calls; the rank whose process serves
+# the store; a mark that this process ends.
 _PROCESS_PREFIX, _LEFT_PREFIX, _SERVER_KEY, _ENDS_KEY = "process/", "left/", "server", "ends"
 
 
@@ -108,14 +109,15 @@ def _serves(torch_store: Any) -> bool:
 
 
 class StoreShutdown:
-    """One process's part in the shutdown of the server of a world's store: it makes calls, or it serves them.
+    """One process's part in the shutdown of the server of a world's store; the process serves the store or calls it.
 
     Parameters
     ----------
     torch_store
         The store of torch's world, on a TCPStore.
     store
-        The same store, through a `Store` for this object alone. The n-th world of one rank is the n-th of the others.
+        The same store, through a `Store` for this object alone. Each rank counts its worlds there, and the n-th worlds
+        of all ranks are one.
     rank, size
         This process's rank in the world, and the number of ranks.
     """
@@ -145,7 +147,7 @@ class StoreShutdown:
 
     def begin_call(self) -> None:
         """Begin a call of the store; raise `StoreEnded` if no more may be made, `StoreLost` if its server ends."""
-        if os.getpid() != self._pid:  # the connection is the parent's, and so may the lock be
+        if os.getpid() != self._pid:  # the connection is the parent's, and a thread of the parent may hold the lock
             raise StoreEnded("torch's store: its connection belongs to the process that this one was forked from")
         with self._lock:
             if self._has_ended:
@@ -190,7 +192,7 @@ class StoreShutdown:
         The ranks leave a recovery one after the other. The first of them may be the server, and end the world.
         """
         with self._lock:
-            self._nrecoveries += 1  # a second thread's call is refused, and does not end the first one's
+            self._nrecoveries += 1  # a count: a second thread's recovery is refused, and must not end the first one
         try:
             yield
         finally:
@@ -198,7 +200,10 @@ class StoreShutdown:
                 self._nrecoveries -= 1
 
     def _is_gone(self, rank: int) -> bool:
-        """Return whether a rank makes no calls: it announced so, has ended or is stopped here, or has not joined."""
+        """Return whether a rank makes no calls.
+
+        It has announced that; or its process is on this machine, and has ended or is stopped; or it has not joined.
+        """
         if self._store.check([f"{_LEFT_PREFIX}{rank}"]):
             return True
         existing = self._process_of(rank)

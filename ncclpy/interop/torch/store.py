@@ -123,8 +123,8 @@ class TorchStore(Store):
     """Keep keys in a store of torch, through a separate client if the store can be cloned.
 
     Torch's stores have no call that waits without holding up the client's other threads, so waits poll. Keys and
-    values are stored unchanged, so that other programs can read them. Torch's calls cannot implement `compare_set`
-    alone: it takes a lock in the store, which only a `TorchStore` respects.
+    values are stored unchanged, so that other programs can read them. Torch's own calls are not enough for
+    `compare_set`: for that a lock is kept in the store, which only a `TorchStore` respects.
 
     Parameters
     ----------
@@ -331,7 +331,8 @@ class TorchStore(Store):
                         self._ask(self._torch_store.delete_key, name)
                     return True, None
                 stored = bytes(self._ask(self._torch_store.compare_set, name, found or b"", self._value(key, desired)))
-                # Also equal if another program has set the same value without the lock: its write counts as later.
+                # Also equal if another program, which takes no lock, has just set the same value: that counts as a
+                # write after this one.
                 if stored == desired:
                     return True, desired
 

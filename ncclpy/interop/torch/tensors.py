@@ -1,6 +1,7 @@
 """Torch's tensors and operators as the group's operations take them.
 
-A tensor becomes contiguous memory that the engine reaches, with the tensor's values; an operator one of NCCL's.
+A tensor becomes contiguous memory that the engine reaches, with the tensor's values. An operator of torch becomes one
+of NCCL.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def bring(made: Any, tensor: Any) -> None:
     if made.is_cuda and not made.is_sparse:
         import torch
 
-        for each in (made, tensor):  # not the stream on which they were allocated
+        for each in (made, tensor):  # the current stream may not be the one on which they were allocated
             if each.is_cuda:
                 each.record_stream(torch.cuda.current_stream(made.device))
     with _writable(tensor) as place:
@@ -47,7 +48,8 @@ def bring(made: Any, tensor: Any) -> None:
 def _is_lazy(tensor: Any) -> bool:
     """Return whether a tensor has other values than its memory: lazy negation or conjugation.
 
-    torch's copies of a strided one between CPU and GPU can lose the negation (torch 2.11), those in one memory do not.
+    Torch's copies of a strided lazy tensor between CPU and GPU can lose the negation (torch 2.11); its copies within
+    one memory do not.
     """
     return bool(tensor.is_neg() or tensor.is_conj())
 
@@ -68,7 +70,7 @@ def times(tensor: Any, factor: Any) -> Any:
 
 
 def _number(factor: Any) -> Any:
-    """Return a factor, a tensor with 0 dimensions: so it promotes no type and may be in CPU memory."""
+    """Return a factor; a tensor gets 0 dimensions, with which it promotes no type and may be in CPU memory."""
     return factor.reshape(()) if hasattr(factor, "reshape") else factor
 
 
@@ -201,7 +203,7 @@ class Staging:
         return first.detach().as_strided((len(parts) * count,), (1,), start)
 
     def scaled(self, tensor: Any, factor: Any, into: Any) -> Any:
-        """Return a tensor times a factor, to reduce in place and then copy `into` another, if there is one."""
+        """Return a tensor times a factor, to reduce in place; the result is copied to `into`, if that is given."""
         if self.device is not None and tensor.is_cpu:
             made = self._copied(tensor)
             made.mul_(_number(factor))
@@ -220,7 +222,7 @@ class Staging:
 
 
 def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
-    """Return the operator for an operator of torch, and what inputs have to be multiplied by first, or None.
+    """Return the operator for an operator of torch, and the factor that inputs are multiplied by first, or None.
 
     Parameters
     ----------
@@ -238,6 +240,6 @@ def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
     if theirs < len(OPERATORS):
         return OPERATORS[theirs], None
     raise NcclUnsupported(
-        f"op: NCCL has no reduction by {_BITWISE.get(theirs, theirs)}; of bits there is none at all: send them as "
-        "bool tensors, for which SUM is 'any' and MIN is 'all', or all_gather them and reduce here"
+        f"op: NCCL has no reduction by {_BITWISE.get(theirs, theirs)}, nor any other on bits: send the bits as bool "
+        "tensors, for which SUM is 'any' and MIN is 'all', or all_gather them and reduce here"
     )

@@ -3,11 +3,11 @@
 One rank of the group has the weights, the others receive them. A transfer has four steps:
 
 1. The group admits the processes that wait in `ProcessGroup.join`.
-2. The ranks exchange their roles and the digests of the layout (names, types, shapes) that they have. Where one
+2. The ranks exchange their roles and the digests of the layout (names, types, shapes) that they have. If a digest
    differs from the sender's, the sender broadcasts the layout.
-3. The ranks exchange whether each can take these weights; else the same `ValueError` is raised on all.
-4. The weights are one sequence of bytes, which is broadcast in buckets of two buffers in turn: while one is on its
-   way, the other is filled or emptied. A barrier ends the transfer.
+3. The ranks exchange whether they can take these weights. If one of them cannot, all raise the same `ValueError`.
+4. The weights are one sequence of bytes, which is broadcast in buckets. Two buffers are used in turn: while one is
+   broadcast, the other is filled or emptied. A barrier ends the transfer.
 
 An error on one rank after step 3 aborts the group, so that the other ranks do not wait for this one.
 """
@@ -31,7 +31,7 @@ __all__ = ["WeightReceiver", "WeightSender", "Weights"]
 
 #: Bytes at which each tensor begins in the sequence: a multiple of every type's size.
 _ALIGNMENT = 256
-#: Seconds between two looks for a sender.
+#: Seconds between two checks for a sender.
 _PAUSE = 0.05
 _BUFFERS = 2
 _BUCKET_BYTES = 256 << 20
@@ -192,7 +192,7 @@ class _Member:
             self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         works: list[Work[Any]] = []
         for number in range(len(intervals) + _BUFFERS):
-            before = number - _BUFFERS  # its buffer is used again
+            before = number - _BUFFERS  # the bucket whose buffer this one uses next
             if before >= 0:
                 self._wait_on_stream(works[before])
                 if empty is not None:
@@ -203,7 +203,7 @@ class _Member:
                 if fill is not None:
                     fill(buffer, start, end)
                 works.append(self.group.broadcast(buffer[: end - start], root=sender, timeout=deadline.left()))
-        # On a GPU it begins behind the copies that are on the current stream.
+        # On a GPU the barrier begins behind the copies that are on the current stream.
         stream = self._stream()
         self.group.barrier(stream=stream, timeout=deadline.left()).wait()
 
@@ -253,7 +253,7 @@ def _abort_on_error(group: ProcessGroup, what: str) -> Iterator[None]:
     """Abort the group if the block raises: the other ranks would wait for this one."""
     try:
         yield
-    except NcclError:  # it has ended the group
+    except NcclError:  # such an error has ended the group already
         raise
     except BaseException as error:
         group.abort(f"rank {group.rank} {what}: {type(error).__name__}: {error}")
@@ -345,7 +345,8 @@ class WeightSender:
             If a rank has died or is not done in time; its `ranks` says which. The group has ended: `recover`, and send
             again.
         ValueError
-            If a receiver cannot take these tensors, or another rank sends as well: on all ranks, and the group works.
+            If a receiver cannot take these tensors, or another rank sends as well. All ranks raise it; the group can
+            be used further.
         """
         if version < 1:
             raise ValueError(f"version: expected at least 1, got {version}")
@@ -377,7 +378,7 @@ def _named(name: str, result: Any) -> Mapping[str, Any]:
 
 
 class _Filling:
-    """Fills buckets with tensors in their order; each is quantised when the first bucket needs it."""
+    """Fills buckets with tensors in their order; each tensor is quantised when the first bucket with it is filled."""
 
     def __init__(
         self, tensors: Mapping[str, Any], listed: list, quantize: Callable[[str, Any], Any] | None, layout: _Layout
@@ -471,9 +472,10 @@ class WeightReceiver:
             If a rank has died or is not done in time; its `ranks` says which. The group has ended: `recover`, and
             receive again.
         NcclTimeout
-            If there is no sender in time: on all ranks, and the group works.
+            If there is no sender in time. All ranks raise it; the group can be used further.
         ValueError
-            If a receiver cannot take these tensors, or several ranks send: on all ranks, and the group works.
+            If a receiver cannot take these tensors, or several ranks send. All ranks raise it; the group can be used
+            further.
         """
         deadline, member = _Deadline(timeout), self._member
         sender, version = member.begin(deadline)

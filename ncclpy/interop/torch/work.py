@@ -37,7 +37,8 @@ def backend_error(error: BaseException) -> BaseException:
 def _stream_of(device: int, group: str, source: int) -> Any:
     """Return the stream on which futures of a group, or of receives from one of its ranks, are completed.
 
-    A future that waits must not hold up the others. Torch has 32 streams; each call gets the next of them.
+    A future that waits on one stream must not hold up futures of other groups and ranks. Torch has 32 streams, of
+    which each new combination of the arguments gets the next.
     """
     import torch
 
@@ -96,8 +97,8 @@ class TorchWork:
         Raises
         ------
         DistBackendError
-            If it has failed, or is not done in so many seconds; in that case it continues, and the text says what all
-            ranks do.
+            If it has failed, or is not done in so many seconds. In the latter case it continues, and the error's text
+            says what all ranks do.
         """
         try:
             if self._blocks_cpu or seconds > 0:
@@ -156,7 +157,7 @@ class TorchWork:
             except Exception as error:
                 self._after, self._failure = (), error
                 raise
-            self._after = ()  # not before: a signal handler may raise, and the next caller begins again
+            self._after = ()  # last: if a signal handler raises before this line, the next caller begins again
         if self._after_done is not None:
             import torch
 
@@ -166,7 +167,7 @@ class TorchWork:
         return not self._blocks_cpu or any(each.is_cuda for each in self._outputs)
 
     def _note_done(self) -> None:
-        """Note the position of the current stream; the CPU waits for it if it waits for the operation."""
+        """Record an event on the current stream, behind the work of `after`; with `blocks_cpu` wait for the event."""
         import torch
 
         self._after_done = torch.cuda.current_stream(self._ncclpy_work.device).record_event()
@@ -273,7 +274,7 @@ class PendingCopies:
 
     def add(self, work: TorchWork, after: list[Callable[[], object]]) -> None:
         """Add a work, whose functions are `after`."""
-        self.finish()  # the program may never call a barrier
+        self.finish()  # else the list would grow in a program that never calls a barrier
         after.append(functools.partial(self._works.pop, id(work), None))
         self._works[id(work)] = work
 

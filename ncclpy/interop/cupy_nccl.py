@@ -469,7 +469,7 @@ class InPlace:
 _ABSENT = object()
 #: Modules of CuPy that have copies of the names of cupy.cuda.nccl, if they were imported before `use` was called.
 _TAKERS = ("cupyx.distributed._nccl_comm", "cupyx.distributed._init", "cupyx.distributed.array._data_transfer")
-#: NCCL's data types by CuPy's type characters, for modules whose own table is empty because they found no NCCL.
+#: NCCL's data types by CuPy's type characters, for modules that found no NCCL and so have an empty table.
 _TYPES = {
     "b": NCCL_INT8, "B": NCCL_UINT8, "i": NCCL_INT32, "I": NCCL_UINT32, "l": NCCL_INT64, "L": NCCL_UINT64,
     "q": NCCL_INT64, "Q": NCCL_UINT64, "e": NCCL_FLOAT16, "f": NCCL_FLOAT32, "d": NCCL_FLOAT64,

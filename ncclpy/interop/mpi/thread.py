@@ -52,7 +52,7 @@ class MpiCall:
     what
         Its name, for errors.
     brought
-        The arrays of this rank (`TensorEntry`), whose works end with this operation.
+        The arrays of this rank (`TensorEntry`); their works end with this operation.
     start
         Starts the operation and returns its MPI requests; called by the thread.
     finish

@@ -181,7 +181,7 @@ def flags_for(torch: Any) -> list[str]:
 
 
 def _torch_includes(root: Path) -> list[str]:
-    """Return torch's own folders, without ``torch.utils.cpp_extension``, whose import warns if it finds no GPU."""
+    """Return torch's own folders, not by ``torch.utils.cpp_extension``: its import warns if it finds no GPU."""
     include = root / "include"
     return [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 

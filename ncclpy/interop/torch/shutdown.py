@@ -35,8 +35,8 @@ _POLLS_PER_SECOND = 500
 #: Seconds to connect.
 _CONNECT_TIMEOUT = 5.0
 
-# Keys, below the world's: each rank's process; a mark that a rank makes no more calls; the rank whose process serves
-# the store; a mark that this process ends.
+# Keys, below the world's: each rank's process; a mark that a rank makes no more calls; the rank that serves the store;
+# a mark that the process of this rank ends.
 _PROCESS_PREFIX, _LEFT_PREFIX, _SERVER_KEY, _ENDS_KEY = "process/", "left/", "server", "ends"
 
 

@@ -192,7 +192,7 @@ class _Member:
             self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         works: list[Work[Any]] = []
         for number in range(len(intervals) + _BUFFERS):
-            before = number - _BUFFERS  # the bucket whose buffer this one uses next
+            before = number - _BUFFERS  # this bucket was in the buffer that is used next
             if before >= 0:
                 self._wait_on_stream(works[before])
                 if empty is not None:

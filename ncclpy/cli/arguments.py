@@ -1,6 +1,6 @@
-"""Kinds of arguments that commands have: numbers, sizes, output files; and what a flag needs to be installed.
+"""Converters of command-line arguments (numbers, sizes, output files), and the check that matplotlib is installed.
 
-A function that returns the value of an argument's text is for ``add_argument(type=...)``.
+`count`, `positive`, `size` and `writable` are for ``add_argument(type=...)``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def count(text: str) -> int:
-    """Return a number from 0 up."""
+    """Return an argument's number, which must be at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """Return a number from 1 up."""
+    """Return an argument's number, which must be at least 1."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
     return int(text)

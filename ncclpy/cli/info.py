@@ -1,4 +1,4 @@
-"""``ncclpy info``: what is loaded, from where, on which devices, and possible problems; the engine of a command."""
+"""``ncclpy info``: the loaded library, the devices and possible problems; `choose_engine`, which `perf` uses too."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _library(loaded: Library, reason: str) -> dict[str, Any]:
         "engine": loaded.engine,
         "version": _dotted(loaded.version),
         "path": loaded.path,
-        # The command line has chosen the host engine itself, by the same call as a program.
+        # `choose_engine` has called use("host"), which `found` describes as if the user's program had called it.
         "found": loaded.found.replace("chosen by ncclpy.use()", "this command's stand-in for a GPU"),
         "reason": reason,
         "written_against": _dotted(abi_version()),
@@ -175,12 +175,12 @@ def hints(facts: dict[str, Any]) -> list[str]:
         found.append("to run on CPU memory: NCCLPY_LIBRARY=host, or ncclpy.use('host') before the first use")
     if len(facts["mapped"]) > 1:
         found.append(
-            "several libnccl are mapped into this process, and a communicator of one is no communicator of another: "
+            "several libnccl are mapped into this process; a communicator made with one cannot be used with another: "
             + ", ".join(facts["mapped"])
         )
     if library.get("engine") == "host" and library["reason"].startswith("no GPU found"):
         found.append(
-            "no GPU: this command stands in with the host engine; a program must choose it, with NCCLPY_LIBRARY=host "
+            "no GPU: this command uses the host engine instead; a program must choose it, with NCCLPY_LIBRARY=host "
             "or ncclpy.use('host') before the first use"
         )
     if facts["environment"].get("CUDA_VISIBLE_DEVICES", None) in ("", "-1", "NoDevFiles"):
@@ -295,14 +295,14 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _link_lines(peers: list[list[bool]]) -> list[str]:
-    """Return one line if all devices are connected alike, else a table of which device reaches which."""
+    """Return one line if all pairs of devices are alike, else a table of which device reaches which."""
     count = len(peers)
     links = {peers[a][b] for a in range(count) for b in range(count) if a != b}
     if not links:
         return []
     if len(links) == 1:
-        who = "each device reaches every other's" if True in links else "no device reaches any other's"
-        return ["", "links", f"  {who} memory directly"]
+        reach = "each device reaches every other's" if True in links else "no device reaches any other's"
+        return ["", "links", f"  {reach} memory directly"]
     lines = ["", "links (x: the device of the row reaches the memory of the column's directly)"]
     lines.append("      " + "".join(f"{ordinal:4d}" for ordinal in range(count)))
     for ordinal, row in enumerate(peers):

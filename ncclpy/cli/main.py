@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nncclpy: interrupted; the communicators were aborted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has closed the pipe, as in `ncclpy perf … | head`. Python would report it again at exit.
+        # The reader has closed the pipe, as in `ncclpy perf … | head`. Without this dup2 Python would flush standard
+        # output at exit and report the broken pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -76,7 +77,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, ...]:
 
 
 class _Version(argparse.Action):
-    """Look the version up only when it is asked for, since that reads a file of the installation."""
+    """Print the version, which is looked up only for ``--version``: the look-up reads a file of the installation."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)

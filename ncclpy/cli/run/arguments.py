@@ -13,7 +13,7 @@ _EPILOG = """\
 A program that ends in .py is run by this Python. Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on.
 """
-# A string that no argument of a process can be.
+# Replaces "--" while argparse parses. It contains a NUL, which no argument of a process can contain.
 _SEPARATOR = "\0--"
 
 
@@ -69,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def shielded(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with each ``--`` hidden from argparse, which would remove one of the program's own."""
+    """Return the arguments with each ``--`` replaced: argparse would remove a ``--`` that belongs to the program."""
     return [_SEPARATOR if each == "--" else each for each in argv]
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Restore each ``--``, and end in ``parser.error`` if the flags contradict each other."""
+    """Restore each ``--`` that `shielded` replaced; end in ``parser.error`` if the flags contradict each other."""
     words = [given.program, *given.args]
     if words[0] == _SEPARATOR:
         del words[0]

@@ -35,7 +35,7 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams, as in a daemon: otherwise pipes and sockets would get their numbers."""
+    """Open each closed standard stream, as a daemon has them: otherwise a pipe or socket would get its descriptor."""
     for number, name, mode in (0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"):
         try:
             os.fstat(number)
@@ -69,8 +69,8 @@ def _run(given: argparse.Namespace, meeting: LauncherRendezvous) -> int:
                 stuck = ranks.end()
             if stuck:
                 say(f"processes {', '.join(map(str, stuck))} cannot be killed")
-        # Python's own handlers are back: Ctrl-C ends a wait for a reader of the output, or for other launchers. After
-        # a signal that asked for the end, the wait for a reader is bounded.
+        # supervisor.signals() has restored Python's handlers, so Ctrl-C ends the two waits below: for the reader of
+        # the output, and for the other launchers. After a signal that asked for the end, the first wait is bounded.
         output.finish(given.grace if supervisor.asked else math.inf)
         return meeting.end(code)
     except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def _start(given: argparse.Namespace, meeting: LauncherRendezvous, ranks: Ranks,
     for local in range(given.nproc):
         rank = str(meeting.first + local)
         env = common | {"RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank}
-        # As if started without a launcher, rank 0 reads the terminal.
+        # Rank 0 reads the launcher's standard input, as a program does that is started without a launcher.
         stdin = None if rank == "0" else subprocess.DEVNULL
         out, err = ranks.start(int(rank), command, env, stdin)
         for pipe, stream in (out, sys.stdout), (err, sys.stderr):

@@ -1,8 +1,8 @@
-"""Find and kill what is left of a run; as a separate program, it outlives a launcher that is killed.
+"""Find and kill the processes that a run has left. As a program of its own, the guard outlives a killed launcher.
 
-The launcher starts it with a pipe as its standard input and writes the process id of each rank to it. When the pipe
-ends without the line `DONE`, the launcher is dead, and the guard kills what it has left behind. It imports nothing
-of ncclpy, so that it starts at once.
+The launcher starts the guard with a pipe as standard input and writes the process id of each rank to this pipe. If the
+pipe ends without the line `DONE`, the launcher is dead, and the guard kills the processes that the launcher has left.
+This file imports nothing of ncclpy, so that the guard starts quickly.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 import time
 from collections.abc import Collection
 
-#: The last line of a launcher that has left nothing behind.
+#: The line that a launcher writes last, when it has left no process behind.
 DONE = b"done\n"
-#: Seconds to wait for killed processes to end; one that hangs in the kernel cannot.
+#: Seconds to wait for killed processes to end. A process that hangs in the kernel does not end.
 _PATIENCE = 5.0
 
 
 def left(sessions: Collection[int], mark: str) -> list[int]:
     """Return the processes that belong to the sessions, or have the mark in their initial environment.
 
-    A process that leaves its rank's session, as daemons do, is found by the mark; one that has overwritten its
-    environment with its title, by the session.
+    The mark finds a process that has left its rank's session, as daemons do. The session finds a process that has
+    overwritten its environment with its title.
     """
     found = []
     wanted = os.fsencode(mark)
@@ -42,13 +42,13 @@ def left(sessions: Collection[int], mark: str) -> list[int]:
                     if wanted not in file.read():
                         continue
         except (OSError, ValueError):
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or belongs to another user
         found.append(int(name))
     return found
 
 
 def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
-    """Kill what is left until nothing was found for `rounds` rounds; return what could not be killed."""
+    """Kill what `left` finds, until it has found nothing `rounds` times in a row; return what could not be killed."""
     deadline = time.monotonic() + _PATIENCE
     quiet = 0
     while True:
@@ -63,9 +63,9 @@ def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
 
 
 def main() -> None:
-    """Wait for the launcher's end, and kill what it has left unless it has written `DONE`."""
+    """Wait until the launcher has ended; if it has not written `DONE`, kill the processes that it has left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which may need this process then
+        signal.signal(number, signal.SIG_IGN)  # such a signal is for the launcher; if it dies, the guard has to act
     mark = sys.argv[1]
     sessions = set()
     for line in sys.stdin.buffer:

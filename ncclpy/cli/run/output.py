@@ -25,7 +25,7 @@ def colours(stream: IO[str]) -> bool:
 
 
 def prefix(rank: int, size: int, coloured: bool) -> bytes:
-    """Return the prefix of a rank's lines; all ranks' have the same width."""
+    """Return the prefix of a rank's lines; the prefixes of all ranks have the same width."""
     text = f"[{rank:{len(str(size - 1))}d}] "
     if coloured:
         text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
@@ -35,7 +35,7 @@ def prefix(rank: int, size: int, coloured: bool) -> bytes:
 class Lines:
     """Cut the bytes of one pipe into whole lines with a prefix.
 
-    A lone carriage return ends a line too: progress bars write nothing else.
+    A lone carriage return ends a line too, since progress bars end their lines with nothing else.
     """
 
     def __init__(self, before: bytes) -> None:
@@ -108,9 +108,10 @@ class Output:
         self._thread.start()
 
     def finish(self, patience: float = math.inf) -> None:
-        """Write what is left in the pipes, now that the ranks have ended; another process may still hold a pipe open.
+        """Write what is left in the pipes, and end the thread; called when the ranks have ended.
 
-        The reader of the output may be slow; the wait for it ends after `patience` seconds.
+        The thread does not wait for the end of a pipe, which another process may still hold open. The reader of the
+        output may be slow; the wait for it ends after `patience` seconds.
         """
         self._ending = True
         os.write(self._wake_write, b"x")
@@ -158,7 +159,7 @@ class Output:
             try:
                 view = view[os.write(to, view) :]
             except BlockingIOError:
-                # Another process, such as ssh, has made it non-blocking.
+                # Another process, such as ssh, has made the output non-blocking.
                 with selectors.DefaultSelector() as selector:
                     selector.register(to, selectors.EVENT_WRITE)
                     selector.select()

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from ncclpy.cli.run import guard
 
-#: Environment variable that each rank gets, with the ids of the runs that it belongs to; its children inherit the
-#: variable, by which processes that a run has left behind are found.
+#: Environment variable of each rank: the id of its run, after the ids of the runs around that run. Children inherit
+#: the variable, so the guard finds by a run's id the processes that the run has left.
 RUN_IDS = "NCCLPY_RUN_ID"
 # Exit codes of a shell, for programs that cannot be started.
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -26,7 +26,7 @@ class StartError(Exception):
     Attributes
     ----------
     code : int
-        The exit code that a shell gives for it.
+        The exit code that a shell returns for such a program.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -57,7 +57,7 @@ class Rank:
         """Note how the process has ended; return whether it has ended since the last call."""
         if self.code is not None:
             return False
-        # Not reaped yet (WNOWAIT): no other process may get the id until the rest of the session has been killed.
+        # WNOWAIT does not reap the process: no other process may get its id until its whole session has been killed.
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if result is None:
             return False
@@ -87,7 +87,7 @@ class Ranks:
     """All processes of one launcher, and the guard that ends them if the launcher cannot."""
 
     def __init__(self) -> None:
-        # In a run within another run the id follows the outer one's, so the outer launcher finds these processes too.
+        # A run within another run appends its id to that of the outer run: both launchers find these processes.
         self.id = secrets.token_hex(8)
         self.run_ids = "/".join(filter(None, [os.environ.get(RUN_IDS), self.id]))
         self.all: list[Rank] = []

@@ -50,14 +50,14 @@ class LauncherRendezvous:
             token = secrets.token_hex(32)  # other users can reach the port, but do not know the token
         self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)
         self._own = PrefixStore("ncclpy/run", self._store)
-        self._port: socket.socket | None = None
+        self._held: socket.socket | None = None
         log.addFilter(_is_no_lost_client)
         try:
             if node == 0:
-                self._port = _reserve(host, timeout)
+                self._held = _reserve(host, timeout)
             if nodes > 1:
                 Others.announce(self._own, node)
-            mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._port and self._port.getsockname()[1]}
+            mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._held and self._held.getsockname()[1]}
             told = self._own.gather("launchers", node, nodes, json.dumps(mine).encode(), timeout)
         except BaseException:
             self.close()
@@ -95,8 +95,8 @@ class LauncherRendezvous:
         """Close the store."""
         self._store.close()
         log.removeFilter(_is_no_lost_client)
-        if self._port is not None:
-            self._port.close()
+        if self._held is not None:
+            self._held.close()
 
     def __enter__(self) -> LauncherRendezvous:
         return self
@@ -108,14 +108,14 @@ class LauncherRendezvous:
 def _reserve(host: str, timeout: float) -> socket.socket:
     """Return a socket that holds a free port without listening; `timeout` is for the look-up of the host.
 
-    The port goes only to a process that asks for its number with SO_REUSEADDR, as servers do.
+    Only a process that binds this very port with SO_REUSEADDR, as servers do, gets the port.
     """
     failed: OSError | None = None
     for family, address in resolve(host, 0, time.monotonic() + timeout):
         try:
             held = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            failed = error  # a name may have IPv6 addresses where there is no IPv6
+            failed = error  # a name may have IPv6 addresses, and this machine no IPv6
             continue
         try:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,5 +128,5 @@ def _reserve(host: str, timeout: float) -> socket.socket:
 
 
 def _is_no_lost_client(record: logging.LogRecord) -> bool:
-    """Drop the store's messages about lost clients: the launcher itself reports how its ranks ended."""
+    """Keep all log messages but those of lost clients of the store: the launcher reports how its ranks have ended."""
     return "lost client" not in record.getMessage()

@@ -13,9 +13,9 @@ from types import FrameType
 
 from ncclpy.cli.run.ranks import Rank, Ranks
 
-# Signals that end a process; they go to all processes that a rank has started, as from a terminal.
+# Signals that end a process. They are passed on to the whole process group of each rank, as a terminal does.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# These go to the program alone: its children would die of a signal that they do not handle.
+# Signals that are passed on to each rank's own process alone: they would end a child that does not handle them.
 _OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
 #: The launcher's exit code if its output has no reader any more.
 _BROKEN = 1
@@ -24,7 +24,7 @@ _BROKEN = 1
 def say(text: str) -> None:
     """Write a message of the launcher itself to standard error."""
     with contextlib.suppress(OSError, ValueError):
-        # In one write: lines of ranks, which another thread writes, cannot be mixed in.
+        # One write, so that no line of a rank, which another thread writes, gets in between.
         os.write(sys.stderr.fileno(), f"ncclpy run: {text}\n".encode(errors="replace"))
 
 
@@ -55,7 +55,7 @@ class Supervisor:
         #: The exit code; None while nothing has failed.
         self._code: int | None = None
         self._asked: int | None = None
-        #: The signals that follow if the ranks do not end, and when.
+        #: The signals to send next while ranks are running, and the time of the first.
         self._next: list[int] = []
         self._due = 0.0
 
@@ -106,7 +106,7 @@ class Supervisor:
         return self._code or 0
 
     def _wait(self) -> float:
-        """Return how long to sleep. SIGCHLD ends the sleep; the bound is for one that was lost."""
+        """Return how many seconds to wait for an event: at most 1, as the SIGCHLD of an ended process may be lost."""
         return max(0.0, min(1.0, self._due - time.monotonic())) if self._next else 1.0
 
     def _on_end(self, rank: Rank) -> None:
@@ -114,7 +114,7 @@ class Supervisor:
             return
         text = f"rank {rank.rank} (process {rank.pid}) {rank.describe_end()}"
         if self._code is None:
-            # First, before this launcher acts on it: the others must be told the cause, and not a consequence.
+            # Tell the other launchers before this one ends its ranks: they must learn the cause, not a consequence.
             self._failed(rank.code, text)
             self._on_failure(rank.code, text)
         elif not self._kill:
@@ -149,7 +149,7 @@ class Supervisor:
             self._ranks.send(number, group=False)
             return
         if self._asked is not None and number in (signal.SIGINT, signal.SIGQUIT):
-            say("asked for the second time: killing all")
+            say("a second signal asked for the end: killing all processes")
             self._end([signal.SIGKILL], at_once=True)
             return
         self._ranks.send(number)
@@ -165,7 +165,7 @@ class Supervisor:
     def _step(self) -> None:
         number = self._next.pop(0)
         if number == signal.SIGKILL:
-            who = ", ".join(str(rank.rank) for rank in self._ranks.running)
-            say(f"killing what has not ended: rank {who}")
+            numbers = ", ".join(str(rank.rank) for rank in self._ranks.running)
+            say(f"killing what has not ended: rank {numbers}")
         self._ranks.send(number)
         self._due = time.monotonic() + self._grace

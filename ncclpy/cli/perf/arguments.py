@@ -19,7 +19,7 @@ Sizes take K, M and G (powers of 1024). Flags, sizes and columns are those of NV
 
   ncclpy perf all_reduce -b 8 -e 1G -f 2 -g 8              one process, 8 devices
   ncclpy perf all_gather -b 1M -e 64M -f 2 -g 4 -t 2       2 threads with 4 devices each
-  ncclpy perf reduce_scatter -g 8 --processes -d bfloat16  one process a device
+  ncclpy perf reduce_scatter -g 8 --processes -d bfloat16  one process per device
 
 Exit status: 0 all right, 1 wrong values or a failure, 2 bad arguments, 130 interrupted.
 """
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-e", "--maxbytes", type=size, metavar="SIZE", help="largest size (default 32M)")
     add("-i", "--stepbytes", type=size, default="1M", metavar="SIZE", help="added from size to size (default 1M)")
     add("-f", "--stepfactor", type=positive, default=1, metavar="N", help="multiplies sizes instead of adding")
-    add("-g", "--ngpus", type=positive, default=1, metavar="N", help="devices a thread, or processes (default 1)")
+    add("-g", "--ngpus", type=positive, default=1, metavar="N", help="devices per thread (default 1)")
     add("-t", "--nthreads", type=positive, default=1, metavar="N", help="threads, each with -g devices (default 1)")
     add("--processes", action="store_true", help="one process for each of the -g times -t devices")
     add("-n", "--iters", type=positive, default=20, metavar="N", help="timed iterations (default 20)")
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-d", "--datatype", type=_datatypes, default="float", metavar="TYPE", help=f"{', '.join(TYPES)} or all")
     add("-o", "--op", type=_ops, default="sum", metavar="OP", help=f"{', '.join(OPS)} or all")
     add("-r", "--root", type=_root, default=0, metavar="RANK", help="root rank, or all (default 0)")
-    add("-c", "--check", type=count, default=1, metavar="N", help="check results, 0 does not (default 1)")
+    add("-c", "--check", type=count, default=1, metavar="N", help="check each result N times (default 1)")
     add(
         "-z",
         "--blocking",

@@ -9,13 +9,13 @@ import numpy as np
 from ncclpy.cli.perf.data import Block
 from ncclpy.cli.perf.datatypes import Type
 
-# The byte that outputs are filled with before a run. A float of these bytes, of any type, is a NaN.
+# The byte that outputs are filled with before a run. Floats of every type that consist of this byte are NaNs.
 POISON = 0xFF
 
 # How many bytes are copied from the device at a time.
 CHUNK = 4 << 20
 
-# Fills an array of bytes from the output in device memory, from a byte of the output (the first argument) on.
+# ``read(offset, array)`` copies the output in device memory, from its byte `offset` on, into an array of bytes.
 Read = Callable[[int, np.ndarray], None]
 
 
@@ -27,7 +27,7 @@ def count_wrong(kind: Type, read: Read, start: int, length: int, block: Block, p
     kind
         The data type.
     read
-        ``read(offset, array)`` fills `array`, of bytes, from the output, `offset` bytes from its start.
+        Reads the output, see `Read`.
     start, length
         The elements of the output to check.
     block, phase
@@ -50,7 +50,7 @@ def count_wrong(kind: Type, read: Read, start: int, length: int, block: Block, p
 
 
 def count_touched(kind: Type, read: Read, start: int, length: int) -> int:
-    """Return how many elements from `start` on are no longer the poison."""
+    """Return how many of the `length` elements from `start` on have been written: they are not the poison any more."""
     poison = np.full(max(1, min(length, CHUNK // kind.itemsize)) * kind.itemsize, POISON, np.uint8)
     return count_wrong(kind, read, start, length, Block(poison.view(kind.bits)), 0)
 
@@ -61,7 +61,7 @@ def _differences(kind: Type, got: np.ndarray, block: Block, part: slice) -> int:
         return 0
     if block.low is None or block.high is None:
         return int(np.count_nonzero(differs))
-    # The same value with other bits (a negative zero), or an average within its bound. A NaN is within no bound.
+    # Other bits may still be right: a negative zero, or an average within its bounds. A NaN is within no bounds.
     values = kind.decode(got[differs])
     right = (values >= block.low[part][differs]) & (values <= block.high[part][differs])
     return int(len(values) - np.count_nonzero(right))

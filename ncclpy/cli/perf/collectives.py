@@ -22,7 +22,8 @@ class Layout:
     count
         The count argument of the C call, the "count" column.
     send_offset, recv_offset
-        In place, rank r sends from ``r * send_offset`` and receives at ``r * recv_offset``, in elements.
+        In place, rank r sends from element ``r * send_offset`` of the receive buffer, and receives at
+        ``r * recv_offset``.
     """
 
     send: int

@@ -108,7 +108,7 @@ def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
     Raises
     ------
     ArgumentError
-        If there are too few devices, or no type is left.
+        If there are too few devices, too little memory, or none of the data types is supported here.
     """
     library = ncclpy.library()
     notes = []

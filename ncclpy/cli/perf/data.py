@@ -1,7 +1,7 @@
 """The data that ranks send and the results that they must get back.
 
-Every rank sends random values: a block of `PERIOD` elements, repeated. The period is a prime, so that data at a wrong
-offset do not look right, and the result of a reduction has to be computed for one block only.
+Every rank sends random values: a block of `PERIOD` elements, repeated, so that the result of a reduction has to be
+computed for one block only. The period is a prime, so that data at a wrong offset do not look right.
 
 Values for reductions are chosen so that every partial result is exact in the data type, for any order of the
 operands and any precision of the additions. Then the result must be right to the last bit. The one exception
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Block:
-    """One period of data as bits; `low` and `high` bound the right values where bits alone do not decide."""
+    """One period of data as bits. Where other bits may be right too, `low` and `high` bound the right values."""
 
     bits: np.ndarray
     low: np.ndarray | None = None
@@ -72,7 +72,7 @@ def make(type_name: str, op: str | None, nranks: int, elements: int, seed: tuple
     nranks
         The number of ranks.
     elements
-        The number of elements in use; a block has no more.
+        The number of elements in use; a block has at most so many.
     seed
         Numbers that identify the run; other numbers give other data.
     """
@@ -102,7 +102,7 @@ def _random_bits(kind: Type, generator: np.random.Generator, length: int) -> np.
 
 
 def _integers(kind: Type, op: str, own: list[np.random.Generator], length: int) -> Data:
-    """Use all bits; integers wrap around, so sums and products are exact modulo their size."""
+    """Return data of an integer type. All bits are random: integers wrap around, so sums and products stay exact."""
     assert kind.native is not None
     nranks = len(own)
     if op == "avg":
@@ -126,10 +126,10 @@ def _integers(kind: Type, op: str, own: list[np.random.Generator], length: int) 
 
 
 def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.random.Generator], length: int) -> Data:
-    """Use small integers times a power of two, which all ranks share for an element."""
+    """Return data of a float type: small integers times a power of two, which is the same on all ranks per element."""
     nranks = len(own)
     exact = 1 << kind.digits
-    # For avg the scale must leave space to divide by the number of ranks.
+    # For avg the scale is at least 1, which leaves smaller exponents for the division by the number of ranks.
     scale = np.ldexp(1.0, common.integers(0 if op == "avg" else -3, 3, length, endpoint=True))
     turn = common.integers(0, nranks, length)
     weights = [scalar(rank) if op == "mulsum" else 1 for rank in range(nranks)]

@@ -1,7 +1,7 @@
 """The data types of the sweep: nccl-tests' names for them, and how their values become bits.
 
-numpy has no bfloat16 and no fp8. The values that perf sends are exact in their type, so a
-table (fp8) or a shift (bfloat16) turns them into bits; no other package is needed.
+numpy has no bfloat16 and no fp8. A table (fp8) or a shift (bfloat16) turns values into bits, so no other package is
+needed.
 """
 
 from __future__ import annotations

@@ -54,11 +54,11 @@ def _child(arguments: Arguments, index: int, library: str, connection: Connectio
     thread = threading.Thread(target=run, name=f"ncclpy-perf-{index}", daemon=True)
     thread.start()
     while thread.is_alive():
-        # The poll is short, since the end of the thread has to be noticed too.
+        # The poll is short, since the loop has to notice the end of the thread too.
         if control.poll(0.05):
             threading.Thread(target=worker.abort, daemon=True).start()
             thread.join(GRACE / 2)
-            os._exit(1)  # after an abort an orderly end is not worth waiting for
+            os._exit(1)  # without waiting for an orderly end, which may hang after an abort
 
 
 class Processes(RankRunner):
@@ -73,18 +73,18 @@ class Processes(RankRunner):
         self._connections: list[Connection] = []
         self._controls: list[Connection] = []
         self._processes = []
-        self._theirs: list[Connection] = []
+        self._child_ends: list[Connection] = []
         self._open: dict[Connection, int] = {}
         for index in range(self.size):
-            ours, theirs = context.Pipe()
-            listens, tells = context.Pipe(duplex=False)
-            self._connections.append(ours)
-            self._controls.append(tells)
-            self._theirs += [theirs, listens]
+            connection, child_connection = context.Pipe()
+            child_control, control = context.Pipe(duplex=False)
+            self._connections.append(connection)
+            self._controls.append(control)
+            self._child_ends += [child_connection, child_control]
             self._processes.append(
                 context.Process(
                     target=_child,
-                    args=(arguments, index, library, theirs, listens),
+                    args=(arguments, index, library, child_connection, child_control),
                     name=f"ncclpy-perf-{index}",
                     daemon=True,
                 )
@@ -94,14 +94,15 @@ class Processes(RankRunner):
         """Start all processes."""
         for process in self._processes:
             process.start()
-        for connection in self._theirs:
-            connection.close()  # so that a child's end closes its pipe
+        for connection in self._child_ends:
+            connection.close()  # then only the child holds this end of the pipe, which closes when the child ends
         self._open = {connection: index for index, connection in enumerate(self._connections)}
 
     def receive(self, timeout: float) -> tuple[int, str, Any] | None:
         """Return the next message, or ``None`` after `timeout` seconds.
 
-        For a process that closes its pipe without a last message, as by its end, the message is an error.
+        If a process closes its pipe without "done" or "error", for example because it was killed, the message is an
+        error that says so.
         """
         deadline = time.monotonic() + timeout
         while self._open:
@@ -131,7 +132,7 @@ class Processes(RankRunner):
         try:
             self._connections[worker].send(value)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has died: receive() reports that
+            pass  # the process has ended: receive() reports that
 
     def abort(self) -> None:
         """Tell all processes to abort and end."""

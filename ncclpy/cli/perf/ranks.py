@@ -1,8 +1,8 @@
 """The workers of a run as their parent sees them: one loop that serves threads and processes alike.
 
-A worker sends ``(what, value)``. ``"exchange"`` is answered, once all have sent it, with the list of all values;
-``"done"`` and ``"error"`` end the worker; everything else goes to the function that shows the run. Every wait has a
-deadline: if no worker sends anything for that long, the run is aborted.
+A worker sends messages ``(what, value)``. An ``"exchange"`` is answered with the list of all workers' values, once all
+have sent theirs. ``"done"`` and ``"error"`` end the worker. Every other message goes to the function that shows the
+run. If no worker sends anything for the time limit, the run is aborted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankRunner(abc.ABC):
 
     @abc.abstractmethod
     def answer(self, worker: int, value: Any) -> None:
-        """Answer an exchange."""
+        """Send a worker the answer to its "exchange"."""
 
     @abc.abstractmethod
     def abort(self) -> None:
@@ -117,7 +117,7 @@ class RankRunner(abc.ABC):
                 show(what, value)
 
     def _with_others(self, first: int, text: str) -> str:
-        """Wait a moment for errors of other workers, and return all: one may be the cause of the first."""
+        """Wait 0.5 s for errors of other workers and return all as a text: another one may be the cause of the first."""
         errors = [(first, text)]
         deadline = time.monotonic() + 0.5
         while (left := deadline - time.monotonic()) > 0:

@@ -127,7 +127,7 @@ class Report:
         self.write(
             f"# nThread {given.nthreads} nGpus {given.ngpus} minBytes {given.minbytes} maxBytes {given.maxbytes} "
             f"step: {step} warmup iters: {given.warmup_iters} iters: {given.iters} agg iters: {given.agg_iters} "
-            f"validation: {given.check}" + (" processes: one a device" if given.processes else "")
+            f"validation: {given.check}" + (" processes: one per device" if given.processes else "")
         )
         if given.blocking:
             self.write(f"# Blocking Enabled: {_BLOCKING[given.blocking]}")

@@ -42,7 +42,7 @@ class Threads(RankRunner):
         self._messages: queue.SimpleQueue = queue.SimpleQueue()
         self._links = [_Link(index, self._messages) for index in range(self.size)]
         self._workers = [Worker(arguments, index, arguments.ngpus, link) for index, link in enumerate(self._links)]
-        # Daemons: a thread that even an abort does not make return must not keep the program from ending.
+        # Daemon threads: a thread that does not return even after an abort must not keep the program from ending.
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name=f"ncclpy-perf-{index}", daemon=True)
             for index in range(self.size)

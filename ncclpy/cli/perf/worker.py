@@ -37,6 +37,7 @@ class Link(Protocol):
         """Send something to the `RankRunner` to be shown."""
 
 
+#: How the workers' times become one, by the number of ``--average``.
 _COMBINE: tuple[Callable[[list[float]], float], ...] = (
     lambda times: times[0],
     lambda times: sum(times) / len(times),
@@ -100,7 +101,8 @@ class Worker:
         given = self.arguments
         unique = self.link.exchange(bytes(ncclpy.get_unique_id()) if self.index == 0 else None)[0]
         config = self._config()
-        # So that -T ends a rank that is stuck inside NCCL; not where that would make every call slower.
+        # An abort, by -T or Ctrl-C, then ends a rank that is stuck inside NCCL. Not for an NCCL without
+        # ncclCommSplit: there `abortable` makes communicators nonblocking, which slows every call.
         abortable = ncclpy.library().has("ncclCommSplit")
         uid = ncclpy.UniqueId.from_bytes(unique)
         with ncclpy.group():
@@ -182,7 +184,10 @@ class Worker:
         return Side(seconds * 1e6, algorithm, bus, wrong)
 
     def _time(self, launches: list[list[Call]]) -> float:
-        """Return the seconds of one iteration, averaged over all, launched back to back."""
+        """Return the average seconds of one operation over all iterations, which are launched back to back.
+
+        With ``--blocking`` each iteration is waited for; 3 leaves the barrier after it out of the time.
+        """
         given = self.arguments
         self._meet()
         collecting = gc.isenabled()
@@ -235,7 +240,7 @@ class Worker:
     ) -> list[list[Call]]:
         """Return the calls of successive iterations, each at a later place in the buffers.
 
-        So caches do not help, and operations aggregated in one group have memory of their own.
+        The places differ so that caches do not help, and so that operations of one group use different memory.
         """
         nbytes = max(layout.send, layout.recv) * kind.itemsize
         places = min(self.arguments.buffer_bytes // nbytes, wanted) if nbytes else 1
@@ -257,7 +262,7 @@ class Worker:
                 call()
 
     def _complete(self) -> None:
-        """Wait for all streams, and raise on an abort or an asynchronous error, whose streams may never be done."""
+        """Wait for all streams; raise on an abort or an asynchronous error, after which a stream may never be done."""
         for endpoint in self.endpoints:
             while True:
                 try:

@@ -1,7 +1,6 @@
 """The command ``ncclpy trace``: its arguments, and what it does.
 
-Every call of ``ncclpy`` imports this module, whichever command runs; so the modules that read dumps are imported only
-in `run`.
+``ncclpy`` imports this module for every command; so only `run` imports the modules that read dumps.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(text: str) -> Path:
-    """Refuse to overwrite a dump: ``--chrome a.json b.json`` may have been meant to read both."""
+    """Return the path of an output file; refuse a dump, as ``--chrome a.json b.json`` may be meant to read both."""
     from ncclpy.cli.trace.dump import FORMAT
 
     path = writable(text)
     with path.open("rb") as file:
         is_dump = path.is_file() and FORMAT.encode() in file.read(4096)
     if is_dump:
-        raise argparse.ArgumentTypeError(f"{text!r} is a dump of the recorder; it is not written over")
+        raise argparse.ArgumentTypeError(f"{text!r} is a dump of the recorder; it is not overwritten")
     return path
 
 

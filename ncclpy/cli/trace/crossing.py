@@ -9,7 +9,7 @@ from ncclpy.cli.trace.divergence import begun
 from ncclpy.cli.trace.dump import Entry
 from ncclpy.cli.trace.stuck import Last, Standstill
 
-#: An operation in one of these states has not ended well; after its deadline it has failed.
+#: The states of an operation that waits, or that has waited until it failed at its deadline.
 _WAITING = ("pending", "launched", "failed")
 
 
@@ -35,7 +35,7 @@ class Crossing:
 
 
 def crossings(standstills: Iterable[Standstill]) -> list[Crossing]:
-    """Return the circles in the standstills, the shortest through each, sorted by length."""
+    """Return circles of ranks that wait for each other: for each standstill the shortest one through it, by length."""
     waits = [each for each in standstills if each.missing]
     inside: dict[int, list[tuple[int, int, Entry]]] = {}  # by process: the index of each wait, the rank, its entry
     for index, wait in enumerate(waits):
@@ -53,36 +53,39 @@ def crossings(standstills: Iterable[Standstill]) -> list[Crossing]:
 def _circle(
     waits: Sequence[Standstill], inside: Mapping[int, Sequence[tuple[int, int, Entry]]], first: int
 ) -> list[Step]:
-    """Return the steps of the shortest way from a wait back to it, breadth first; none if there is no way."""
-    came_from: dict[int, tuple[int, int]] = {}  # the wait before, and the rank that is missing there
-    who: dict[int, tuple[int, Entry]] = {}  # that rank and its entry in this wait
+    """Return the steps of the shortest circle through the wait `first`; none if there is no circle.
+
+    One wait follows another if a process that is missing in the one is inside the other. The search is breadth first.
+    """
+    came_from: dict[int, tuple[int, int]] = {}  # by wait: the wait before, and the rank that is missing there
+    inside_as: dict[int, tuple[int, Entry]] = {}  # by wait: the rank and entry that the missing process has in it
     queue = [first]
     for here in queue:
         for missing, place in waits[here].missing.items():
             for there, rank, entry in inside.get(id(place.dump), ()):
-                if there == here or there in who or not _is_at(entry, place):
+                if there == here or there in inside_as or not _is_at(entry, place):
                     continue
-                came_from[there], who[there] = (here, missing), (rank, entry)
+                came_from[there], inside_as[there] = (here, missing), (rank, entry)
                 queue.append(there)
-        if first in who:
+        if first in inside_as:
             break
     steps: list[Step] = []
-    if first in who:
+    if first in inside_as:
         here = first
         while not steps or here != first:
             here, missing = came_from[here]
-            rank, entry = who[here]
+            rank, entry = inside_as[here]
             steps.append(Step(entry, rank, missing))
     return steps[::-1]
 
 
 def _is_at(entry: Entry, place: Last) -> bool:
-    """Return whether an entry may be of the rank at a place of its process: same device, or one is unknown."""
+    """Return whether an entry may be of the rank at `place`, in its process: same device, or a device is unknown."""
     return None in (place.device, entry.device) or place.device == entry.device
 
 
 def _at_once(steps: Sequence[Step]) -> bool:
-    """Return whether there was a moment at which all of them waited, by the wall clock."""
+    """Return whether there was a moment at which the ranks of all steps waited, by the wall clock."""
     ends = [
         each.entry.dump.wall_now if each.entry.completed is None else each.entry.dump.wall_time(each.entry.completed)
         for each in steps

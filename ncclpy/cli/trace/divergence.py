@@ -8,18 +8,21 @@ from dataclasses import dataclass, field
 from ncclpy.cli.trace.dump import Dump, Entry, Group
 from ncclpy.cli.trace.table import Signature, signature_of
 
-#: The recorder's suffix of a group's name for operations if its communicator was never made.
+#: For operations of a communicator that was never made, the recorder writes the group's name with this suffix.
 NEVER_MADE = " (never made)"
 
-# A rank that began so many seconds after the first one is reported as late, on one clock, and on clocks
-# that are synchronised over a network.
+# A rank is late only if it began at least so many seconds after the first one: by one clock (or by compared clocks, in
+# addition to their error), and by the wall clocks of several machines.
 _LATE_AFTER = 0.1
 _LATE_AFTER_REMOTELY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A rank that began later than the rank `first`; by then a call of the rank `failed`, if any, had failed."""
+    """A rank that began `seconds` later than the rank `first`.
+
+    If the call had failed on another rank by then, `failed` is that rank and `after_failure` the seconds since.
+    """
 
     rank: int
     first: int
@@ -45,7 +48,7 @@ class Divergence:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether ranks are known to have done different things, or at other times."""
+        """Return whether ranks are known to have done different things, or one not at all or late."""
         done = {(entry.state, signature_of_entry(entry)) for entry in self.entries.values()}
         return len(done) > 1 or bool(self.absent) or bool(self.late())
 
@@ -104,8 +107,8 @@ class LateGroup:
 def begun(entry: Entry) -> float:
     """Return when a rank began an operation, by the wall clock.
 
-    An operation that is launched in the background counts from its launch, before which no other rank can wait for it;
-    a plain call, which returns when it is launched, from when it was made.
+    An operation that is launched in the background begins with its launch: before, no other rank can wait for it. A
+    plain call, which returns when it is launched, begins when it is made.
     """
     plain = entry.launch is None or entry.launched is None
     time = entry.created if plain and entry.created is not None else entry.launched
@@ -125,7 +128,10 @@ def is_one_clock(dumps: Iterable[Dump]) -> bool:
 
 
 def apart(dumps: Iterable[Dump]) -> float | None:
-    """Return how many seconds the times of these dumps may be wrong by; None if their clocks were not compared."""
+    """Return how many seconds the times of these dumps may be wrong by; None if their clocks were not compared.
+
+    This is the sum of the two largest errors of their clocks.
+    """
     within = {(dump.clock or id(dump)): dump.clock_error for dump in dumps}
     if None in within.values():
         return None if len(within) > 1 else 0.0
@@ -133,7 +139,7 @@ def apart(dumps: Iterable[Dump]) -> float | None:
 
 
 def first_divergence(divergences: Iterable[Divergence]) -> list[Divergence]:
-    """Return the divergence that came first, as it may cause the others; none if all ranks did the same."""
+    """Return a list of the earliest divergence, which may cause the others; it is empty if all ranks did the same."""
     different = (each for each in divergences if each.is_apart or each.unseen)
     ordered = sorted(different, key=lambda each: (each.when, each.communicator))
     return ordered[:1]

@@ -171,8 +171,8 @@ class Group:
 def read(path: Path) -> Dump:
     """Return the dump in the file `path`.
 
-    Unknown fields are ignored, and null or missing ones are None, except for the format, its version and the two
-    clocks, without which a dump has no meaning.
+    Unknown fields are ignored, and null or missing ones are None. Only the format, its version and the two clocks are
+    required: without these a dump has no meaning.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def _dump(path: Path, document: Any, table: Table | None = None) -> Dump:
     entries = top.items("entries")
     if table is None:
         table = table_of(entries)
-    if table is None:  # something in it is unusual: check each value
+    if table is None:  # an entry is not as a recorder writes it: check each value
         table = Table([_entry(_Fields(value, f"entries[{index}]")) for index, value in enumerate(entries)])
     dump = Dump(
         path=path,
@@ -303,7 +303,7 @@ def _gathering(dump: Dump, fields: _Fields) -> Gathering:
 
 
 class _Fields:
-    """An object of the document; returns its fields by type, and says where a wrong value is."""
+    """An object of the document. Its methods return a field as one type; if the value is wrong, they say where."""
 
     def __init__(self, value: Any, place: str) -> None:
         if not isinstance(value, dict):

@@ -17,8 +17,8 @@ _TALLEST = 300  # inches: above that a PNG has too many rows of pixels
 def draw(dumps: Sequence[Dump], path: Path) -> None:
     """Draw the timeline of the dumps into the PNG `path`, with a row for each device of each process.
 
-    An operation's bar begins at its launch; a thin grey bar before it is the time until then. Bars of operations that
-    have not ended or have failed have a red edge.
+    An operation's bar begins at its launch; a thin grey bar before shows the time from the call to the launch. Bars of
+    operations that have not ended, or have failed, have a red edge.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

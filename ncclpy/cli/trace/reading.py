@@ -81,8 +81,9 @@ def _read(path: Path) -> Dump | DumpError:
 def align(dumps: Iterable[Dump]) -> None:
     """Set each dump's `shift`, which is the same for all processes with one monotonic clock.
 
-    It is the median of their wall minus their monotonic clocks, as the wall clock may have been set between two dumps.
-    For clocks that were compared through a store, the measured differences replace it.
+    The shift is the median over these processes of the wall clock minus the monotonic clock, since the wall clock may
+    have been set between two dumps. For clocks that were compared through a store, the measured differences replace
+    the median.
     """
     clocks: dict[str, list[Dump]] = {}
     for dump in dumps:

@@ -1,4 +1,4 @@
-"""The report: the findings as lines of text, with each reason of failures said once."""
+"""The report: the findings as lines of text, in which the reason of several failures is written once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
     """
     limit = None if everything else SHOWN
     communicators: set[str] = set().union(*(dump.table.communicators() for dump in dumps))
-    reasons = Reasons()  # first those of process groups: other errors refer to them
+    reasons = Reasons()  # process groups come before other failures, which then refer to the reasons of the groups
     ended = [_ended(group, reasons) for group in findings.ended]
     failed = [_failure(group, reasons) for group in _alike_failures(findings.failed)]
     lines = [
@@ -524,7 +524,7 @@ class Reasons:
                 return f"same as {place}"
         if reason and len(self._known) < _MAX_REASONS:
             self._known[reason] = where
-        head, python, stacks = text.partition(_PYTHON)  # at the end: what ranks without a dump do
+        head, python, stacks = text.partition(_PYTHON)  # an error may end with the stacks of ranks without a dump
         return (head if len(head) <= _LENGTH else head[: _LENGTH - 3] + "...") + (python + stacks)[:_LENGTH]
 
 

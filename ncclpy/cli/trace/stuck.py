@@ -1,8 +1,8 @@
 """Find what is stuck, and which ranks it waits for, from the dumps of several processes.
 
-Ranks count the operations of a communicator, so one sequence number is the same collective on each rank. That
-does not hold for a communicator with send and recv, where ranks do different numbers of operations: its sequences are
-not compared, but each send is matched with its recv.
+Ranks count the operations of a communicator, so one sequence number is the same collective on each rank. On a
+communicator with send and recv the ranks do different numbers of operations: there each send is matched with its recv,
+and sequence numbers are not compared.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _members(dumps: Iterable[Dump]) -> dict[tuple[str, int], dict[int, Dump]]:
 
 
 def _unseen_of(known_ranks: Mapping[str, tuple[int, set[int]]]) -> tuple[str, int, tuple[range, ...]] | None:
-    """Return the largest of all groups, its size, and its ranks without a dump; None if all have one."""
+    """Return the largest of all groups, its size, and its ranks without a dump; None if each of its ranks has one."""
     if not known_ranks:
         return None
     name, (size, there) = max(known_ranks.items(), key=lambda item: (item[1][0], len(item[1][1])))
@@ -212,7 +212,8 @@ class _Communicator:
         reached = max((trace.reached for _, trace in self.traces), default=-1)
         lasts = {}
         for rank, dump in self.places.items():
-            # A rank without a launch has had none, or none that the ring still has.
+            # A rank without a known launch has launched nothing, if its dump is complete. Otherwise the ring may have
+            # lost its launches, and the rank counts as one operation behind.
             last = max(self.last.get(rank, -1 if dump.is_complete else front - 1), reached)
             if last < front:
                 lasts[rank] = last
@@ -270,7 +271,8 @@ class _Communicator:
         ]
         waiting = [entry for entry in waiting if entry.operation in ANSWER]
         there = {(entry.operation, entry.rank, entry.root) for entry in waiting}
-        # It is not recorded where a sendrecv sends to, nor with which ranks a block exchanges.
+        # The recorder knows neither the rank that a sendrecv sends to, nor the peers of a block. So a wait for a rank
+        # that is inside one of these is not reported.
         several = {entry.rank for entry in waiting if entry.operation == "sendrecv" or entry.root is None}
         for entry in waiting:
             peer = entry.root

@@ -1,7 +1,7 @@
-"""The entries of one dump as columns: of thousands of dumps few entries are needed, and objects would take minutes.
+"""The entries of one dump as columns. Of thousands of dumps few entries are needed; an object for each takes minutes.
 
-Data as a recorder writes them are checked column by column. Anything else is left to `dump`, which checks value by
-value and says where an error is.
+Entries as a recorder writes them are checked column by column. For any others the module `dump` checks value by value
+and says where an error is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _KIND = tuple(name for name in FIELDS if name not in (*_TIMES, *_COUNTS))
 _TEXTS = {"key", "operation", "op", "dtype", "communicator", "site", "state", "error"}
 _NONE = -(2**63)
 
-# In a recorder's text: the fields outside the parts that many entries share, and the fields in these parts.
+# In the text of an entry as a recorder writes it: the fields that differ from entry to entry, and the fields of the
+# parts that many entries share; see `table_of_text`.
 _IN_TEXT = ("id", "launch", "sequence", "created", "launched", "completed", "error")
 _IN_KIND = {*_KIND, "tag"} - {"error"}
 
@@ -129,9 +130,9 @@ class RankTrace:
     """One rank of one communicator: its numbered entries, by ascending sequence number.
 
     `sequences`, `indices` (in the table), `signatures` and `launched` are parallel arrays. `last` is the index of the
-    rank's last entry, numbered or not, `open` has the numbers that have not ended well, `first_failed` is the first
-    that has failed, and `reached` the highest one whose completion proves that every rank has launched it; -1 for
-    none.
+    rank's last entry, numbered or not. `open` has the numbers that have not ended well, and `first_failed` is the
+    lowest one that has failed, or None. `reached` is the highest number of a completed operation that completes only
+    after every rank has launched it; -1 if there is none.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ def differing(signatures: Iterable[Signature]) -> bool:
 
 
 def table_of(entries: list[Any]) -> Table | None:
-    """Return the table of entries read from JSON, if all are as a recorder writes them; None if one may not be."""
+    """Return the table of entries read from JSON; None if an entry may not be as a recorder writes it."""
     if not entries:
         return Table([])
     try:
@@ -211,9 +212,9 @@ def table_of(entries: list[Any]) -> Table | None:
 
 
 def divide(data: bytes) -> tuple[bytes, bytes] | None:
-    """Return the text of a dump without its entries, and the text of its entries; None if it has another form.
+    """Return the text of a dump without its entries, and the text of the entries; None for another form.
 
-    The searched marks cannot be in a string, where each quote has a backslash before it and there is no line break.
+    The marks that this searches cannot be inside a JSON string, in which each quote has a backslash before it.
     """
     begin = data.find(b'"entries": [\n{"id": ')
     end = data.find(b'}], "gathering": ', begin)
@@ -223,9 +224,9 @@ def divide(data: bytes) -> tuple[bytes, bytes] | None:
 
 
 def table_of_text(text: bytes) -> Table | None:
-    """Return the table of the entries' text from `divide` without a JSON object for each; None for another form.
+    """Return the table of the entries' text from `divide`; None if an entry is not as a recorder writes it.
 
-    Most of an entry's text is the same as in others, and is parsed once.
+    No JSON object is made for an entry: most of its text is the same as in other entries, and is parsed once.
     """
     numbers: dict[tuple[bytes, bytes], int] = {}
     which: list[int] = []

@@ -54,14 +54,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of all dumps; `start` is the wall clock's time at their second 0."""
+    """The spans of all dumps. Their times count from `start`, which is a time of the wall clock."""
 
     start: float
     spans: list[Span]
 
 
 def lay_out(dumps: Sequence[Dump]) -> Timeline:
-    """Return the timeline of the dumps, whose clocks `reading.align` has aligned."""
+    """Return the timeline of the dumps, after `reading.align` has aligned their clocks."""
     known = [dump.wall_time(time) for dump in dumps if (time := dump.table.first_time()) is not None]
     known += [dump.wall_time(each.since) for dump in dumps for each in dump.gatherings if each.since is not None]
     start = min([*known, *(dump.wall_now for dump in dumps)])
@@ -92,7 +92,7 @@ def _spans(index: int, entry: Entry, shift: float) -> Iterable[Span]:
         else:
             end, state = now if entry.completed is None else entry.completed, ended
         yield _span(index, entry.device, True, entry.operation, entry.created + shift, end + shift, state, arguments)
-    if entry.launched is not None and entry.state not in ("called", "captured"):  # it is unknown when it was done
+    if entry.launched is not None and entry.state not in ("called", "captured"):  # of these the end is unknown
         end = now if entry.completed is None else entry.completed
         yield _span(index, entry.device, False, entry.operation, entry.launched + shift, end + shift, ended, arguments)
 
@@ -164,7 +164,7 @@ def _threads(spans: Sequence[Span]) -> Iterable[tuple[int, str, list[Span]]]:
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide spans, in order of their starts, each to the first free lane."""
+    """Put each span, in order of their starts, into the first free lane."""
     lanes: list[list[Span]] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []

@@ -58,7 +58,7 @@ def _child(arguments: Arguments, index: int, library: str, connection: Connectio
         if control.poll(0.05):
             threading.Thread(target=worker.abort, daemon=True).start()
             thread.join(GRACE / 2)
-            os._exit(1)  # without waiting for an orderly end, which may hang after an abort
+            os._exit(1)  # without an orderly end, which after an abort is not worth waiting for
 
 
 class Processes(RankRunner):

@@ -117,7 +117,7 @@ class RankRunner(abc.ABC):
                 show(what, value)
 
     def _with_others(self, first: int, text: str) -> str:
-        """Wait 0.5 s for errors of other workers and return all as a text: another one may be the cause of the first."""
+        """Wait 0.5 s for errors of other workers and return all as a text: another may be the cause of the first."""
         errors = [(first, text)]
         deadline = time.monotonic() + 0.5
         while (left := deadline - time.monotonic()) > 0:

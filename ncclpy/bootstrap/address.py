@@ -94,8 +94,8 @@ def resolve(host: str, port: int, deadline: float) -> list[Address]:
     """Return the addresses of a host, IPv4 and IPv6, without a reverse look-up.
 
     The system's resolver can take minutes and is not interrupted by signals, so a name is looked up in a thread, which
-    is left behind if it has not finished by the deadline. A name that is not known yet is asked for again: in a
-    cluster it may become known only when its host is up.
+    is left behind if it has not finished by the deadline. A name that the resolver does not know yet is looked up
+    again: in a cluster the name may become known only when its host is up.
     """
     host = _unbracketed(as_host(host))
     try:
@@ -177,7 +177,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
             for each in sockets:
                 each.close()
             if addresses[0][1][1] == 0 and error.errno == errno.EADDRINUSE and not is_last_attempt:
-                continue  # the port that was free for one address is taken for another
+                continue  # the port that the system chose for the first address is taken for another
             where = shown(host, port)
             if error.errno == errno.EADDRINUSE:
                 raise OSError(

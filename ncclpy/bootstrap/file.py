@@ -29,6 +29,8 @@ __all__ = ["FileStore"]
 
 log = logging.getLogger("ncclpy")
 
+#: Names in a store's folder: the file with the writers' lock, the file that each process with the store open has a
+#: shared lock on, the folder of the keys, and the prefix of files that are not completely written.
 MARK, ALIVE, KEYS, UNFINISHED = "ncclpy-store", "alive", "keys", "new-"
 
 _open_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
@@ -48,8 +50,8 @@ class FileStore(Store):
     Parameters
     ----------
     path
-        The folder. If it is absent it is made, for this user alone. A folder is refused if it has something else in
-        it, belongs to another user or can be written to by others; so is a symbolic link.
+        The folder. If it is absent it is made, for this user alone. It is refused if it holds anything but a store,
+        belongs to another user, can be written to by other users, or is a symbolic link.
     timeout
         Default seconds that an operation may take.
 
@@ -110,8 +112,8 @@ class FileStore(Store):
                     if _same_file(self._lock_fd, mark):
                         self._mark_as_open()
                         return
-                # Not inside the block, which ends with an unlock of this descriptor: once it is closed, another thread
-                # may get its number, for a lock of another store.
+                # Closed only after the block, which ends with an unlock of the descriptor: once the descriptor is
+                # closed, another thread may get its number for the lock of another store.
                 self._close_descriptors()
             except BaseException:
                 self._close_descriptors()
@@ -130,12 +132,12 @@ class FileStore(Store):
             self._alive_fd = open_own(os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT)
         except ForeignFile as error:
             raise StoreError(f"{self}: {error}") from None
-        if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has it open
+        if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has the store open
             leftovers = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
             if leftovers:
                 log.warning("%s: taking away %d keys of a run that did not end well", self, len(leftovers))
             self._clear()
-            with contextlib.suppress(FileExistsError):  # _clear() could not delete it
+            with contextlib.suppress(FileExistsError):  # _clear() could not delete the folder
                 os.mkdir(self._keys_folder, 0o700)
         self._check_folder(self._keys_folder)
         fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
@@ -144,7 +146,7 @@ class FileStore(Store):
         _open_stores.discard(self)
         try:
             with self._locked(time.monotonic() + 5.0, closing=True):
-                if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has it open
+                if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has the store open
                     self._clear()
                     for name in (ALIVE, MARK):
                         with contextlib.suppress(OSError):
@@ -152,7 +154,7 @@ class FileStore(Store):
                     with contextlib.suppress(OSError):
                         os.rmdir(self.path)
         except NcclTimeout:
-            pass  # the process that closes the store last deletes it
+            pass  # nothing is deleted here: the process that closes the store last does it
         finally:
             self._close_descriptors()
 
@@ -192,8 +194,7 @@ class FileStore(Store):
                     raise StoreError(f"{self} was closed")
                 if _try_lock(self._lock_fd, fcntl.LOCK_EX):
                     break
-                # Polled: the kernel restarts a blocking flock() after a signal, so it could be neither timed out nor
-                # interrupted.
+                # The lock is polled: a blocking flock() has no timeout, and the kernel restarts it after a signal.
                 if time.monotonic() >= deadline:
                     raise self._lock_timeout()
                 time.sleep(pause)
@@ -253,15 +254,15 @@ class FileStore(Store):
 
     def _write(self, key: str, value: bytes) -> None:
         name = _utf8(key)
-        beside = os.path.join(self.path, f"{UNFINISHED}{self._unfinished_id}-{next(self._numbers)}")
+        unfinished = os.path.join(self.path, f"{UNFINISHED}{self._unfinished_id}-{next(self._numbers)}")
         try:
-            with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            with open(open_own(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.write(struct.pack("<I", len(name)) + name)
                 file.write(value)
-            os.rename(beside, self._file(key))
+            os.rename(unfinished, self._file(key))
         except BaseException as error:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(unfinished)
             if self._closed:
                 raise StoreError(f"{self} was closed while {key!r} was set") from None
             if isinstance(error, OSError):

@@ -13,8 +13,8 @@ IN_MOVED_TO = 0x80
 
 #: File systems of this machine alone: each change is made through this kernel, so inotify reports it.
 LOCAL = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs tmpfs xfs zfs".split())
-#: Seconds between polls of a folder that inotify does not watch or that other machines may change; and of a local
-#: folder that inotify watches, as a safeguard.
+#: Seconds between two polls. The first is for a folder that inotify does not watch or that other machines may change;
+#: the second for a local folder that inotify watches, as a safeguard.
 _POLL_INTERVAL, _SAFEGUARD_INTERVAL = 0.02, 1.0
 
 
@@ -37,7 +37,8 @@ def is_local(path: str) -> bool:
 class FolderWatch:
     """Wait for files that are moved into a folder.
 
-    It reports files moved after it was made: a caller makes it, looks at the folder, and then waits.
+    Only files are reported that are moved after the watch was made: a caller makes the watch, looks at the folder, and
+    then waits.
     """
 
     def __init__(self, folder: str, local: bool) -> None:
@@ -47,7 +48,7 @@ class FolderWatch:
         self._pause = _SAFEGUARD_INTERVAL if local and self._fd >= 0 else _POLL_INTERVAL
 
     def wait(self, deadline: float, at_most: float) -> None:
-        """Return when there may be news, at the deadline, or after `at_most` seconds."""
+        """Return when the folder may have changed, at the deadline, or after `at_most` seconds."""
         pause = max(0.0, min(self._pause, at_most, deadline - time.monotonic()))
         if self._fd < 0:
             time.sleep(pause)
@@ -71,7 +72,7 @@ class FolderWatch:
 
 
 def _watch(folder: str) -> int:
-    """Return an inotify descriptor; -1 if none is available: the default limit is 128 of them for each user."""
+    """Return an inotify descriptor; -1 if there is none, for example since a user may have only 128 by default."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

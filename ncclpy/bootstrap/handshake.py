@@ -1,7 +1,7 @@
 """The client's part of the handshake: it tries all addresses together, until one answers and the token is proved.
 
-The messages are in native/handshake.hpp. A server that does not answer yet is waited for. A server that is no store,
-or has another token, is an error as soon as no other address of the host is being tried.
+The messages are in native/handshake.hpp. The client waits for a server that does not answer yet. A server that is no
+store, or has another token, is an error as soon as no other address of the host is being tried.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Attempt:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(self._heartbeat * 1e3)))
         self.due = now + PATIENCE
         self.why = "it has not answered"
-        self._greeting, self._proved, self._said = b"", False, b""
+        self._greeting, self._proved, self._received = b"", False, b""
         code = self.socket.connect_ex(self.address[1])
         selector.register(self.socket, selectors.EVENT_WRITE, self)
         if code not in (0, errno.EINPROGRESS):
@@ -106,24 +106,24 @@ class _Attempt:
 
     def step(self, selector: selectors.BaseSelector) -> Connection | None:
         """Continue the handshake as far as possible without waiting."""
-        it = self.socket
-        assert it is not None
+        sock = self.socket
+        assert sock is not None
         try:
             if not self._greeting:
-                error = it.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if error:
                     self._fail(selector, os.strerror(error))
                     return None
-                if it.getsockname() == it.getpeername():
+                if sock.getsockname() == sock.getpeername():
                     # No server listens there, and the system has given this socket the very port that it connects to.
                     self._fail(selector, "connection refused")
                     return None
                 self._greeting = GREETING.pack(MAGIC, VERSION, 0, int(self._heartbeat * 1e3), os.urandom(32))
-                it.send(self._greeting)
-                selector.modify(it, selectors.EVENT_READ, self)
+                sock.send(self._greeting)
+                selector.modify(sock, selectors.EVENT_READ, self)
                 return None
             wanted = VERDICT.size if self._proved else GREETING.size
-            got = it.recv(wanted - len(self._said))
+            got = sock.recv(wanted - len(self._received))
         except BlockingIOError:
             return None
         except OSError as error:
@@ -132,17 +132,17 @@ class _Attempt:
         if not got:
             self._fail(selector, "it ended the connection")
             return None
-        self._said += got
+        self._received += got
         if self._proved:
-            return self._judge(it) if len(self._said) == wanted else None
-        if not MAGIC.startswith(self._said[:8]):
-            self._refuse(selector, f"is no store of ncclpy: it answered {self._said[:24]!r}")
-        elif len(self._said) == wanted:
-            self._prove(selector, it)
+            return self._judge(sock) if len(self._received) == wanted else None
+        if not MAGIC.startswith(self._received[:8]):
+            self._refuse(selector, f"is no store of ncclpy: it answered {self._received[:24]!r}")
+        elif len(self._received) == wanted:
+            self._prove(selector, sock)
         return None
 
-    def _prove(self, selector: selectors.BaseSelector, it: socket.socket) -> None:
-        _, version, has_token, heartbeat, _ = GREETING.unpack(self._said)
+    def _prove(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
+        _, version, has_token, heartbeat, _ = GREETING.unpack(self._received)
         if version != VERSION:
             self._refuse(selector, f"speaks version {version} of the protocol, this client version {VERSION}")
         elif has_token and not self._token:
@@ -150,23 +150,23 @@ class _Attempt:
         elif self._token and not has_token:
             self._refuse(selector, "does not know the token, as it uses none: it may be another program's store")
         else:
-            self._greetings = self._greeting + self._said
+            self._greetings = self._greeting + self._received
             self._agreed_heartbeat = heartbeat / 1e3
             try:
-                it.send(hmac(self._token, b"client" + self._greetings))
+                sock.send(hmac(self._token, b"client" + self._greetings))
             except OSError as error:
                 self._fail(selector, error.strerror or str(error))
                 return
-            self._proved, self._said = True, b""
+            self._proved, self._received = True, b""
 
-    def _judge(self, it: socket.socket) -> Connection | None:
-        verdict, proof, lease = VERDICT.unpack(self._said)
+    def _judge(self, sock: socket.socket) -> Connection | None:
+        verdict, proof, lease = VERDICT.unpack(self._received)
         if verdict:
             self.refusal = "has another token (`token`, NCCLPY_STORE_TOKEN) than this client"
         elif proof != hmac(self._token, b"server" + self._greetings):
             self.refusal = "claims to know the token and does not: it is not the server that was meant"
         else:
-            return Connection(it, self._agreed_heartbeat, lease)
+            return Connection(sock, self._agreed_heartbeat, lease)
         return None
 
     def _refuse(self, selector: selectors.BaseSelector, why: str) -> None:
@@ -182,6 +182,7 @@ class _Attempt:
         self.due = time.monotonic() + self._pause * (0.75 + os.urandom(1)[0] / 512)
 
     def leave(self, selector: selectors.BaseSelector, close: bool = True) -> None:
+        """Take the socket out of the selector and forget it; `close` is False for a socket that is handed over."""
         if self.socket is not None:
             try:
                 selector.unregister(self.socket)

@@ -40,21 +40,22 @@ _job_rendezvous: RankRendezvous | None = None
 #: Local rank and local size of this process, if its launcher does not set them.
 _here: tuple[int, int] | None = None
 _process = 0
-#: Whether this is the first process of its rank.
+#: Whether this is the first process of its rank in this attempt, see `_attempt_view`.
 _is_first = False
 
 
 def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     """Return this process's place in its job, and the store in which all processes of the job meet.
 
-    The first call, which all ranks must make, opens the one store of the process; it is closed when the process ends.
-    The returned store is a view of that store and may be closed before. The server is the launcher, if that is
-    ``ncclpy run``; torchrun's agent, if TORCHELASTIC_USE_AGENT_STORE says so (its store is used through torch, with
-    new keys after each restart); else rank 0, at MASTER_ADDR and MASTER_PORT. Without these variables the ranks of one
-    machine meet through a file that is named after the launcher's process and deleted when they have met.
+    The first call, which all ranks must make, opens the one store of the process, which stays open until the process
+    ends. The returned store is a view of that store: closing the view does not close the store. The server is the
+    launcher, if that is ``ncclpy run``; torchrun's agent, if TORCHELASTIC_USE_AGENT_STORE says so (its store is used
+    through torch, with new keys after each restart); else rank 0, at MASTER_ADDR and MASTER_PORT. Without these
+    variables the ranks of one machine meet through a file that is named after the launcher's process and deleted when
+    they have met.
 
     If the environment has only RANK and WORLD_SIZE, all ranks wait for each other here and exchange their machines'
-    names: the place's local numbers are counted from these, in the order of the ranks.
+    names, from which each rank counts its local rank and local size.
 
     Parameters
     ----------
@@ -78,7 +79,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             f"{place.launcher}, and did not succeed within {as_text(seconds)}"
         )
     try:
-        if _store is None or _process != os.getpid():  # a forked process makes its own
+        if _store is None or _process != os.getpid():  # a forked process opens a store of its own
             store = _connect(place, seconds, deadline)
             try:
                 # From here on the other ranks can detect the end of this process, even before it has made a group.
@@ -93,7 +94,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         if _here is not None and not _is_located(place):
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
-        # Each caller gets a separate view, which it may close. The store itself is closed when the process ends.
+        # Each caller gets a view of its own, which it may close.
         view = _attempt_view(_store)
         view.timeout, view.one_attempt = seconds, _is_first
         return place, view
@@ -122,10 +123,10 @@ def rendezvous_of_job() -> RankRendezvous:
 
 
 def process_before(rank: int) -> str:
-    """Return what is known of a rank's process, which may not have made a group yet.
+    """Return what the launcher's store tells about a rank's process before it has made a group.
 
-    ``"ended"``, ``"not_joined"`` if it has not reached the launcher's store, else "". An ended process is no reason
-    to stop waiting for the rank: another program of that rank may follow.
+    That is ``"ended"``; ``"not_joined"`` if the process has not reached the store; else "". A caller should wait
+    for the rank even then, since another program of the rank may follow an ended process.
     """
     rendezvous = _job_rendezvous
     if rendezvous is None:
@@ -134,6 +135,7 @@ def process_before(rank: int) -> str:
 
 
 def _attempt_view(store: Store) -> PrefixStore:
+    """Return the part of a store that belongs to this attempt; each restart by torchrun begins a new attempt."""
     return PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -230,8 +232,8 @@ def _launcher_process(launcher: str) -> str:
     pid = os.getpid()
     try:
         while pid > 1:
-            # Fields 3 to the end, which follow the name (it may have any bytes in it): the state, the parent, and as
-            # field 22 the start time.
+            # `tail` begins with field 3, after the name, which may contain any bytes: the state, then the parent;
+            # field 22 is the start time.
             head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
             fields = tail.split()
             if head.partition("(")[2] in _PARENTS.get(launcher, ()):

@@ -19,7 +19,7 @@ _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
     """Return `number` plus the number that `value` has as text; an absent value counts as 0."""
-    if value is not None and not _NUMBER.fullmatch(value):  # int() also takes spaces, for example; other stores do not
+    if value is not None and not _NUMBER.fullmatch(value):  # int() also accepts spaces, which other stores refuse
         raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}")
     total = int(value or b"0") + number
     if not -(1 << 63) <= total < 1 << 63:
@@ -28,7 +28,10 @@ def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
 
 
 def refuse_reentry(store: Store, lock: Any) -> None:
-    """Raise if this thread holds a store's RLock: it would then wait for itself, or see a half-made change."""
+    """Raise if this thread already holds a store's RLock, as in a signal handler that interrupts an operation.
+
+    The handler's operation could see a half-made change, or wait for a key that only the interrupted thread would set.
+    """
     if lock._is_owned():
         raise StoreError(
             f"{store} is in use by this very thread, so a signal handler or a finaliser that interrupts the thread "
@@ -64,7 +67,7 @@ class LocalStore(Store):
         refuse_reentry(self, self._lock)
 
     def _put(self, key: str, value: bytes | None) -> None:
-        """Set a key, or delete it if the value is None; under the lock."""
+        """Set a key, or delete it if the value is None; the caller holds the lock."""
         if value is None:
             if self._values.pop(key, None) is None:
                 return

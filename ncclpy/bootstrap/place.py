@@ -36,8 +36,8 @@ class Place(NamedTuple):
     rank, size : int
         The process's rank, and the number of ranks.
     local_rank, local_size : int or None
-        The same among the processes of this machine; None if only rank and number of ranks are set, until
-        `ncclpy.bootstrap.rendezvous` has counted the ranks of each machine.
+        The process's rank among the processes of this machine, and their number. None if the environment has only
+        rank and number of ranks, until `ncclpy.bootstrap.rendezvous` has counted the ranks of each machine.
     launcher : str
         What started it: ``"ncclpy"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"`` or ``"slurm"``.
     address : str or None
@@ -88,9 +88,9 @@ def environment() -> Place:
     """Return this process's place in its job, from the variables of the launcher that started it.
 
     Launchers are ``ncclpy run``, torchrun (and whatever sets its variables), Open MPI's and MPICH's mpirun (Hydra,
-    so Intel MPI's too) and Slurm's srun. If one has started another, the inner one counts. Of torchrun's variables
-    RANK and WORLD_SIZE are enough, as Kubeflow and scripts for torch's ``env://`` set them. White space around values
-    is ignored.
+    so Intel MPI's too) and Slurm's srun. If one launcher has started another, the inner launcher counts. Of torchrun's
+    variables RANK and WORLD_SIZE are enough, as Kubeflow and scripts for torch's ``env://`` set them. White space
+    around values is ignored.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def environment() -> Place:
 
 
 def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
-    """Return the variables of the launcher that counts."""
+    """Return the variables of the launcher that counts: `choice` (NCCLPY_LAUNCHER) if set, else the innermost."""
     if choice:
         chosen = [names for names in _LAUNCHERS if names.launcher == choice]
         if not chosen:
@@ -133,10 +133,11 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
         raise RuntimeError(_no_launcher_text(env))
     names, others = present[0], present[1:]
     if names is _TORCHRUN and others and "TORCHELASTIC_RUN_ID" not in env:
-        # Set by hand, or left over in a shell: each process of mpirun would then have the same rank.
+        # Without TORCHELASTIC_RUN_ID, RANK was set by hand or is left over in a shell. Then it would be the same in
+        # all processes of mpirun, so the other launcher counts, unless the two contradict each other.
         return _agreed(others[0], env)
     if names is _MPICH and _SLURM in others and not _set(names.variables[2:], env):
-        return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 sets PMI's variables, but not the local ones
+        return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but no local numbers
     if names is _OPENMPI and _MPICH in others:
         return _agreed(names, env, _MPICH)
     return names
@@ -144,7 +145,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
 
 def _is_there(names: _Names, env: Mapping[str, str]) -> bool:
     if names is _SLURM:
-        # The shell of an allocation also has the other variables, but srun has not started that many processes in it.
+        # The shell of an allocation may have the other variables too, but is not one of so many processes.
         return "SLURM_STEP_ID" in env and bool(_set(names.variables, env))
     return bool(_set(names.variables, env))
 
@@ -185,7 +186,7 @@ def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) ->
 def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int | None, int | None]:
     """Return rank, size, local rank and local size; raise if one is missing or they contradict each other.
 
-    The local numbers are None if something else than torchrun has set torchrun's variables and left these out.
+    The local numbers are None if torchrun's variables were set without LOCAL_RANK and LOCAL_WORLD_SIZE.
     """
     there = _set(names.variables, env)
     needed = names.variables[:2] if names is _TORCHRUN else names.variables

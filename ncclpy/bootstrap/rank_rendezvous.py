@@ -2,10 +2,10 @@
 
 Each rank puts its contribution under a key of its own, an ephemeral one where the store has these. The first of the
 ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
-number of a rank's operations does not depend on the number of ranks. A rank waits in slices, between which it may
-leave because the rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can
-be set only once: either all have met, or none has. No rank waits for a rank that has announced that it will not
-arrive, nor for one that is lost, if the store or the caller can detect that.
+number of a rank's operations does not depend on the number of ranks. A rank waits in slices; between two slices it
+leaves if the rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can be
+set only once: either all have met, or none has. The wait also ends early if a missing rank has announced that it will
+not arrive, or is lost and the store or the caller can detect the loss.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, 
 
 __all__ = ["RankRendezvous", "listed", "refuse", "set_while_alive"]
 
-#: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted; and the seconds
-#: that each rank of the rendezvous adds to a slice, since all of them send requests to the store.
+#: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted.
 _SLICE = 0.3
+#: Seconds that each rank of the rendezvous adds to a slice, since all ranks send requests to the store after a slice.
 _SLICE_OF_A_RANK = 0.5e-3
 #: How many missing ranks are checked for being lost after each slice, in turn: each check takes several requests.
 _CHECKS_PER_SLICE = 8
 
 _MET, _FAILED = b"+", b"-"
-#: Why a rendezvous has failed, if it is not because a rank was late or has left.
+#: The kind of a failure: a rank was lost or has failed, or a contribution is damaged. Other failures have the kind "".
 _REMOTE, _DAMAGED = "lost", "damaged"
 
 _T = TypeVar("_T")
@@ -53,9 +53,9 @@ def listed(brought: list[bytes]) -> bytes:
 
 
 def refuse(store: Store, base: str, why: str, failed: bool = False) -> None:
-    """Have a rendezvous fail for this reason, unless all have met. The caller need not be one of its ranks.
+    """Have a rendezvous fail for the reason `why`, unless all have met. The caller need not be one of its ranks.
 
-    The ranks raise `NcclAborted`, or `NcclRemoteError` if `failed`: a rank has failed.
+    The ranks raise `NcclRemoteError` if `failed`, which says that a rank has failed, else `NcclAborted`.
     """
     store.compare_set(_outcome_at(base), None, _failed(why, [] if failed else None, _REMOTE if failed else ""))
 
@@ -65,6 +65,7 @@ def _outcome_at(base: str) -> str:
 
 
 def _failed(text: str, missing: list[int] | None, kind: str = "") -> bytes:
+    """Return the outcome of a rendezvous that has failed; `_error_of` makes an error of it."""
     return _FAILED + json.dumps({"text": text, "missing": missing, "kind": kind}).encode()
 
 
@@ -182,7 +183,7 @@ class RankRendezvous:
         timeout: float,
         wanted: Callable[[], bool],
     ) -> bytes:
-        """Meet other ranks once; return what the first of them makes of the contributions of all.
+        """Meet other ranks once; return what the first of `members` combines from the contributions of all.
 
         Parameters
         ----------
@@ -206,7 +207,7 @@ class RankRendezvous:
         NcclTimeout
             If not all have arrived in time.
         NcclRemoteError
-            If a rank will not come any more.
+            If a rank is lost or has failed.
         NcclAborted
             If the rendezvous is no longer wanted, on this rank or on another one that has arrived.
         StoreDamaged
@@ -282,7 +283,7 @@ class RankRendezvous:
     def give_up(self, base: str, why: str, failed: bool = False) -> bool:
         """Leave a rendezvous, also one at which this rank has not arrived yet; return whether all had met before that.
 
-        The others raise `NcclAborted`, or `NcclRemoteError` if `failed`: this rank has failed.
+        The others raise `NcclRemoteError` if `failed`, which says that this rank has failed, else `NcclAborted`.
         """
         return self._leave(base, why, [] if failed else None, kind=_REMOTE if failed else "").startswith(_MET)
 
@@ -331,8 +332,8 @@ class RankRendezvous:
     ) -> list[bytes]:
         """Return the values of keys, once all are set; an empty list if the key `instead` is set before.
 
-        The keys are those of ranks, or the one of the outcome, which the rank `first` sets. `nranks` ranks meet: each
-        lengthens a slice of the wait.
+        Without `first`, these are the keys of ranks; with it, this is the key of the outcome, which the rank `first`
+        sets. `nranks` is the number of ranks that meet, each of which lengthens a slice of the wait.
         """
         length = _SLICE + nranks * _SLICE_OF_A_RANK
         lookout = None if self._is_lost is None else _Lookout(self._is_lost)
@@ -355,7 +356,7 @@ class RankRendezvous:
     def _leave(self, base: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:
         """Have the rendezvous fail for the reason `text`, unless all have met; return the outcome.
 
-        `missing` are the ranks that were late, or lost (`kind` is `_REMOTE`); None if it fails for another reason.
+        `missing` are the ranks that were late or, if `kind` is `_REMOTE`, lost. None: the reason is another one.
         """
         told = _failed(text, missing, kind)
         try:

@@ -85,8 +85,8 @@ class Store:
         Default seconds that an operation may take.
     """
 
-    #: Whether the owner knows that no process of an earlier attempt has used the store, so that a failure recorded in
-    #: it is a failure of this attempt.
+    #: Whether it is known that no process of an earlier attempt has used the store. A failure recorded in the store is
+    #: then a failure of this attempt.
     one_attempt = False
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -396,18 +396,17 @@ class Store:
     def _publish_status(self, key: str, rest: bytes, asked: str, source: Any) -> StatusPublication | None:
         """Publish a native source's value under a key, from a thread of the store that needs no GIL.
 
-        The value is put at once, then once a second if it has changed, and whenever other ranks change the key
-        `asked`; `rest` is appended to each value. `source.source()` returns a capsule with a native source, see
+        The value is published at once, then once a second if it has changed, and whenever another rank changes the key
+        `asked`. `rest` is appended to each value. `source.source()` returns a capsule with a native source, see
         bootstrap/native/publisher.hpp. Return None if this store has no such thread.
         """
         return None
 
     def _beat(self, key: str, before: bytes, period: float) -> StatusPublication | None:
-        """Count up under a key from now on, from a thread of the store that needs no GIL.
+        """Increment a counter under a key from now on, from a thread of the store that needs no GIL.
 
-        The value is `before`, a space, and the count; `period` is the seconds between two counts. Return None if this
-        store has no such thread. Raise `StoreError` if a call of the program that waits for a key would hold up the
-        counting.
+        The value is `before`, a space, and the count; `period` is the seconds between two increments. Return None if
+        this store has no such thread. Raise `StoreError` if a call that waits for a key would delay the increments.
         """
         return None
 

@@ -39,7 +39,7 @@ TIMEOUT = 300.0
 #: Most bytes of a key in UTF-8, and of a value: the same for every store, so that a program can use another store.
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
-#: Prefix of the keys of which store_barrier.py makes a rendezvous.
+#: Prefix of the keys that store_barrier.py uses for a rendezvous; `Store.keys` leaves these keys out.
 RENDEZVOUS_PREFIX = "\0meeting/"
 
 
@@ -52,7 +52,7 @@ class StoreLost(StoreError, ConnectionError):
 
 
 class StoreEnded(StoreLost):
-    """Report that a store's server has announced its end: it has ended or is about to."""
+    """Report that a store's server has announced that it ends."""
 
 
 class LeaseEnded(StoreLost):
@@ -64,7 +64,7 @@ class LeaseEnded(StoreLost):
 
 
 class StoreDamaged(StoreError):
-    """Report a value that cannot be decoded: it was damaged, or something else than a rank has written it."""
+    """Report a value that cannot be decoded: it was damaged, or another program has written it."""
 
 
 def decode(read: Callable[[bytes], _T], value: bytes, store: object, key: str, rank: int | None = None) -> _T:
@@ -78,10 +78,10 @@ def decode(read: Callable[[bytes], _T], value: bytes, store: object, key: str, r
     try:
         return read(value)
     except Exception as error:
-        who = "a rank" if rank is None else f"rank {rank}"
+        writer = "a rank" if rank is None else f"rank {rank}"
         raise StoreDamaged(
-            f"{store}: what {who} has put under {names([key])} cannot be read: it was damaged, or something else has "
-            f"written it ({len(value)} bytes, {value[:60]!r}; {type(error).__name__}: {error!s:.200})"
+            f"{store}: what {writer} has put under {names([key])} cannot be read: it was damaged, or something else "
+            f"has written it ({len(value)} bytes, {value[:60]!r}; {type(error).__name__}: {error!s:.200})"
         ) from error
 
 

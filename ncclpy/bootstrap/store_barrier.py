@@ -5,9 +5,9 @@ round's number. A rank sets a key of the round to its value and adds 1 to a coun
 `size` packs the values into one, begins the next round, and sets the packed value, which wakes the others.
 
 A rank that leaves early subtracts 1, but only while the count is below `size`: so either all ranks have met, or the
-rank that left was not counted. A rank that leaves at its deadline also records that, so that ranks whose deadline is a
-moment later report it as late, and not as missing. The number of a rank's operations does not depend on `size`,
-except for the last rank to arrive, which reads all values.
+rank that left was not counted. A rank that leaves at its deadline also records its number, so that a rank with a
+slightly later deadline reports that the rank had come and left, and not that it is missing. The number of a rank's
+operations does not depend on `size`, except for the last rank to arrive, which reads all values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
     if arrived == size:
         packed = _finish_round(store, base, round_, size, io_deadline)
     else:
-        if arrived == 1:  # the ranks that were late before have all left
+        if arrived == 1:  # no other rank waits: the record of ranks that left at their deadlines is out of date
             store._delete(round_ + "late", io_deadline)
         packed = _await(store, name, round_, rank, size, timeout, deadline, io_deadline)
     if store._add(round_ + "left", 1, io_deadline) == size:
@@ -75,7 +75,7 @@ def _await(
         _leave(store, round_, mine, size, time.monotonic() + 1.0)
         raise
     if found is None:
-        store._append(round_ + "late", b"%d " % rank, io_deadline)  # before _leave() deletes its value
+        store._append(round_ + "late", b"%d " % rank, io_deadline)  # before _leave() deletes the key value/RANK
         if not _leave(store, round_, mine, size, io_deadline):
             found = store._get(round_ + "done", io_deadline)  # the others arrived at the last moment
     if found is None:

@@ -40,13 +40,13 @@ LONG = 1  # in the answer to a MULTI_GET, in place of a value that does not fit
 OK, LATE, REFUSED = range(3)
 
 MAX_ANSWER = 1 << 30
-#: Most bytes of a request with many keys, unless a single value has more, and most keys of such a request: a client
-#: with many keys must not hold up the others for long.
+#: Most bytes (unless a single value has more) and most keys of a request with many keys: such a request must not delay
+#: the other clients for long.
 TOGETHER, MAX_TOGETHER = 1 << 20, 1 << 16
-#: Seconds after a wait's deadline, which the server watches, by which the server's answer must have arrived.
+#: The server watches the deadline of a wait. Its answer must arrive within so many seconds after the deadline.
 GRACE = 1.0
 
-_open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+_open_stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
 
 class TCPStore(Store):
@@ -71,7 +71,7 @@ class TCPStore(Store):
     timeout
         Default seconds that an operation may take, and seconds within which the server must answer at first.
     heartbeat
-        Seconds of silence after which the other end is taken for lost. The smaller of both ends' values counts.
+        Seconds of silence after which the other end counts as lost. Both ends use the smaller of their two values.
     allow_unauthenticated
         Whether to serve without a token at an address that other machines can reach.
     capacity
@@ -137,7 +137,7 @@ class TCPStore(Store):
             raise
         self.lease = connection.lease
         self._closed = False
-        _open.add(self)
+        _open_stores.add(self)
 
     def _serve(self, secret: bytes, allow_unauthenticated: bool, deadline: float) -> wire.Server:
         addresses = resolve(self.host, self.port, deadline)
@@ -220,7 +220,7 @@ class TCPStore(Store):
         return values
 
     def _get_together(self, keys: list[bytes], deadline: float) -> tuple[list[bytes | None], list[int]]:
-        """Return values, and the indices of those that did not fit into an answer with the others."""
+        """Return the values of keys, and the indices of the values that did not fit into an answer with others."""
         asked = [(_microseconds(deadline), len(part), *part) for part in wire.parts(keys, 1, TOGETHER, MAX_TOGETHER)]
         answers = [found for _, found in self._calls("get", MULTI_GET, asked, deadline, GRACE)]
         values = [value for found in answers for value in found[1:]]
@@ -267,7 +267,7 @@ class TCPStore(Store):
         return self._answer(what, op, fields, deadline, deadline)[1]
 
     def _wait_for(self, what: str, op: int, fields: tuple, deadline: float) -> tuple[int, list[Any]]:
-        """Return an answer that may say that the deadline has passed."""
+        """Return the answer to a request that waits in the server; it may say that the deadline has passed."""
         return self._answer(what, op, fields, deadline, deadline + GRACE)
 
     def _answer(self, what: str, op: int, fields: tuple, deadline: float, latest: float) -> tuple[int, list[Any]]:
@@ -306,7 +306,7 @@ class TCPStore(Store):
     # Closing.
 
     def _close(self) -> None:
-        _open.discard(self)
+        _open_stores.discard(self)
         if self._server is not None:
             self._server.refuse_new()
         self._client.close("the store was closed", 1.0)
@@ -403,6 +403,9 @@ def _write_log(server: wire.Server, name: str) -> None:
 
 @atexit.register
 def _say_goodbye() -> None:
-    """Close clients first, so that none finds its connection broken; a serving process waits for the others."""
-    for store in sorted(_open, key=lambda store: store._server is not None):
+    """Close all stores at exit: clients first, so that none of them finds its connection broken by a server here.
+
+    A store that serves waits for the clients in other processes, see `linger`.
+    """
+    for store in sorted(_open_stores, key=lambda store: store._server is not None):
         store.close()

@@ -18,8 +18,8 @@ __all__ = ["Change", "Queue", "Watch"]
 
 log = logging.getLogger("ncclpy")
 
-#: Seconds of one slice of a wait, in the main thread, which lets Python run signal handlers after each slice, and in
-#: other threads, which run no handlers and are woken when the watch is closed.
+#: Seconds of one slice of a wait: in the main thread, where Python runs signal handlers after each slice, and in other
+#: threads, which run no handlers, and which close() wakes.
 SLICE, LONG_SLICE = 0.1, 10.0
 
 
@@ -84,7 +84,7 @@ class Watch:
         raise NotImplementedError
 
     def _call_back(self, callback: Callable[[Change], object]) -> None:
-        """Start the thread that calls back."""
+        """Start the thread that takes the changes and calls `callback` with each."""
         threading.Thread(target=self._loop, args=(callback,), name="ncclpy-watch", daemon=True).start()
 
     def _loop(self, callback: Callable[[Change], object]) -> None:
@@ -106,8 +106,8 @@ class Watch:
 class Queue(Watch):
     """A watch of a store in this process; the store puts the changes in.
 
-    It takes no lock: a signal handler or finaliser may change the store while its thread is inside one of these
-    methods.
+    The methods take no lock: a signal handler or finaliser that changes the store may interrupt a thread inside one of
+    them.
     """
 
     def __init__(self, prefix: str, ended: Callable[[Queue], object]) -> None:

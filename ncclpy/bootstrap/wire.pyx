@@ -96,8 +96,8 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         string lost() except +
         cbool lease_ended()
 
-# Seconds of one slice of a wait, after which Python may run signal handlers: only the main thread runs them, and many
-# other threads that wake for nothing would take the GIL from each other.
+# Seconds of one slice of a wait: in the main thread, which runs signal handlers after each slice, and in other
+# threads, which run none. A slice ends with taking the GIL, so many threads with short slices would delay each other.
 cdef double SLICE = 0.1, LONG_SLICE = 60.0
 
 
@@ -153,7 +153,7 @@ cdef class Server:
         if self.server != NULL and self.made_in == generation():
             with nogil:
                 self.server.stop()
-            del self.server  # but not in a forked child, which has no such thread
+            del self.server  # not in a forked child, which does not have the server's thread
 
     def refuse_new(self):
         """Accept no new clients; connected ones stay."""
@@ -174,7 +174,7 @@ cdef class Server:
 
     @property
     def stopped(self):
-        """Whether it has ended."""
+        """Whether the server has ended."""
         return self.server.stopped()
 
     def next_line(self, double seconds):
@@ -204,7 +204,7 @@ cdef class Client:
         if self.client.get() == NULL:
             return
         if self.made_in != generation():
-            new shared_ptr[NativeClient](self.client)  # never freed: a forked child must not touch it
+            new shared_ptr[NativeClient](self.client)  # leaked, so that a forked child does not destroy the client
             return
         with nogil:
             self.client.get().close("the store was closed", 0.0)
@@ -269,7 +269,7 @@ cdef class Client:
         return SLICE if PyThread_get_thread_ident() == self.main_thread else LONG_SLICE
 
     cdef answer(self, uint64_t number, WaitResult outcome, double deadline):
-        """Take an answer after the first slice of waiting; wait further slices for it until the deadline."""
+        """Take the answer if the first slice, which ended with `outcome`, brought it; else wait until the deadline."""
         cdef Answer answer
         cdef double until
         while True:
@@ -319,7 +319,7 @@ cdef class Client:
 
 @cython.no_gc_clear  # __dealloc__ needs the client, which uses the source until then
 cdef class StatusPublication:
-    """A value that a client publishes until this is closed, also while a thread of the process keeps the GIL.
+    """A value that a client publishes until this object is closed, also while a thread of the process keeps the GIL.
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ cdef class StatusPublication:
     cdef int end(self) except -1:
         cdef uint64_t number = self.number
         self.number = 0
-        if number and self.client.made_in == generation():  # in a forked child: the parent still publishes
+        if number and self.client.made_in == generation():  # not in a forked child: the parent still publishes
             with nogil:
                 self.client.client.get().end_publisher(number)
         return 0

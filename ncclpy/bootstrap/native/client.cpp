@@ -41,7 +41,7 @@ uint64_t Client::submit(Op op, std::string_view body) {
   return ask(op, body);
 }
 
-// Under the mutex.
+// Does what submit() does; the caller holds the mutex.
 uint64_t Client::ask(Op op, std::string_view body) {
   if (!lost_.empty()) return 0;
   Header header;
@@ -75,7 +75,7 @@ uint64_t Client::ask(Op op, std::string_view body) {
     if (reading_) {
       const uint64_t one = 1;
       if (write(nudge_.get(), &one, sizeof one) < 0) {
-        // The eventfd is full: the reader is awake.
+        // The counter of the eventfd is full: the reader is awake.
       }
     } else {
       watch_socket(false);
@@ -84,18 +84,20 @@ uint64_t Client::ask(Op op, std::string_view body) {
   return id;
 }
 
-// Sends bytes at once as far as there is space and keeps the rest; under the mutex, with an empty out_.
+// Sends as many bytes as the socket has space for, and keeps the rest in out_. The caller holds the mutex, and out_ is
+// empty.
 void Client::send_or_queue(std::string_view bytes) {
   last_sent_at_ = now();
   const ssize_t done = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (done < 0 && errno != EAGAIN && errno != EINTR) {
-    // The server's last frames, which may say why, may still be unread: the reader finds the end after them.
+    // The connection is broken, but not marked as lost here: the reading thread does that when it has read the
+    // server's last frames, which may say why.
     return;
   }
   out_.append(bytes.substr(done < 0 ? 0 : static_cast<size_t>(done)));
 }
 
-// Sends what out_ has, as far as there is space. Returns whether all of it was sent.
+// Sends as much of out_ as the socket has space for. Returns false if some of out_ waits for space.
 bool Client::push() {
   while (out_sent_ < out_.size()) {
     const ssize_t done =
@@ -103,7 +105,7 @@ bool Client::push() {
     if (done < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) return false;
-      break;  // the reader finds the end
+      break;  // the connection is broken: the reading thread marks it as lost
     }
     last_sent_at_ = now();
     out_sent_ += static_cast<size_t>(done);
@@ -116,7 +118,7 @@ bool Client::push() {
 
 Client::WaitResult Client::wait(uint64_t id, double until) {
   Lock lock(mutex_);
-  Condition news;
+  Condition wake_up;
   bool signalled = false;
   const auto outcome = [&]() {
     const auto at = slots_.find(id);
@@ -126,10 +128,10 @@ Client::WaitResult Client::wait(uint64_t id, double until) {
   };
   while (outcome() == WaitResult::waiting && !signalled && now() < until) {
     if (reading_) {
-      slots_[id].sleeper = &news;
-      sleepers_.insert(&news);
-      news.wait_for(lock, std::chrono::duration<double>(until - now()));
-      sleepers_.erase(&news);
+      slots_[id].sleeper = &wake_up;
+      sleepers_.insert(&wake_up);
+      wake_up.wait_for(lock, std::chrono::duration<double>(until - now()));
+      sleepers_.erase(&wake_up);
       const auto at = slots_.find(id);
       if (at != slots_.end()) at->second.sleeper = nullptr;
       continue;
@@ -139,7 +141,8 @@ Client::WaitResult Client::wait(uint64_t id, double until) {
     while (outcome() == WaitResult::waiting && !signalled && now() < until) signalled = read_once(lock, until);
     reading_ = false;
   }
-  // Also after this thread has only slept: it may have been woken to read next, while its answer arrived.
+  // A thread that has only slept hands over too: it may have been woken to read next, and leave since its answer is
+  // there.
   if (!reading_ && !watched_) hand_over_reading();
   return outcome();
 }
@@ -153,7 +156,8 @@ void Client::hand_over_reading() {
   }
 }
 
-// Has incoming bytes wake the connection thread or, if `reader_waits`, not: then the waiting thread reads them.
+// If `reader_waits`, a waiting thread reads, and incoming bytes do not wake the connection thread. Else they wake it,
+// and so does space to send if out_ is not empty.
 void Client::watch_socket(bool reader_waits) {
   watched_ = !reader_waits;
   connection_thread::watch(this, !reader_waits, !reader_waits && !out_.empty());
@@ -173,7 +177,8 @@ bool Client::read_once(Lock& lock, double until) {
     uint64_t drained;
     if (both[1].revents && read(nudge_.get(), &drained, sizeof drained) < 0) drained = 0;
     if (both[0].revents & (POLLIN | POLLHUP | POLLERR)) {
-      // Not zeroed: each of a thousand threads would touch all of it for an answer of a few bytes.
+      // new char[] does not zero the buffer: otherwise each of a thousand threads would touch all of its pages for an
+      // answer of a few bytes.
       static thread_local const std::unique_ptr<char[]> piece(new char[kPiece]);
       const ssize_t got = recv(fd_.get(), piece.get(), kPiece, MSG_DONTWAIT);
       if (got > 0) {
@@ -211,7 +216,8 @@ double Client::seconds_stopped() const {
   return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);
 }
 
-// The connection has ended. After a stop, a process cannot tell the end of its lease from the end of the server.
+// The connection has ended or is broken, without a farewell. After a stop that was longer than the lease, the end of
+// the lease is reported: this process cannot tell that from the end of the server.
 void Client::lose_connection(const std::string& why) {
   const double stopped = seconds_stopped();
   if (stopped <= heartbeat_) return mark_lost("the server is gone: " + why);
@@ -222,7 +228,7 @@ void Client::lose_connection(const std::string& why) {
        " at the store, which has ended with the connection (" + why + ")");
 }
 
-// The server, which still serves others, has heard nothing from this process for too long.
+// The server has ended the lease, since it has heard nothing from this process for too long. It still serves others.
 void Client::lose_lease(std::string_view why) {
   const double stopped = seconds_stopped();
   char words[80];
@@ -251,7 +257,7 @@ void Client::dispatch(const Header& header, std::string body) {
     return mark_lost("the server is gone: " + std::string(words));
   }
   const auto at = slots_.find(header.id);
-  if (at == slots_.end()) return;  // of a heartbeat, or of a request that was given up
+  if (at == slots_.end()) return;  // the answer to a heartbeat, or to a request that no thread waits for any more
   const auto publisher = publishers_.find(header.id);
   if (publisher != publishers_.end()) {
     if (header.op == Op::change) publish(publisher->second, now(), true);
@@ -291,7 +297,7 @@ uint64_t Client::start_publisher(const std::string& question_key, Publisher publ
   publish(publishers_.emplace(id, std::move(publisher)).first->second, now(), false);
   has_publishers_ = true;
   lock.unlock();
-  connection_thread::update_tick_interval();  // it has to tick more often
+  connection_thread::update_tick_interval();  // publishers need more ticks
   return id;
 }
 
@@ -303,7 +309,7 @@ void Client::end_publisher(uint64_t id) {
   forget(id, true);
 }
 
-// Publishes a publisher's value, if it is due; under the mutex.
+// Publishes a publisher's value, if it is due; the caller holds the mutex.
 void Client::publish(Publisher& publisher, double time, bool asked) {
   const std::string value = publisher.next(time, asked);
   if (value.empty()) return;
@@ -367,8 +373,6 @@ void Client::read_pending() {
   hand_over_reading();
 }
 
-// `seconds_late`: for so long the connection thread did not run, because its process or machine was stopped. That time
-// does not count as the server's silence.
 void Client::tick(double time, double seconds_late) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
@@ -377,7 +381,7 @@ void Client::tick(double time, double seconds_late) {
     stopped_until_ = time;
   }
   ticked_at_ = time;
-  if (!std::exchange(ticked_, true)) seconds_late = time;  // silence before the first tick is not the server's
+  if (!std::exchange(ticked_, true)) seconds_late = time;  // silence before the first tick does not count
   double heard = last_heard_at_;
   while (!last_heard_at_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + seconds_late)))) continue;
   if (time - last_heard_at_ > heartbeat_) {

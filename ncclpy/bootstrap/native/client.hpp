@@ -32,13 +32,15 @@ struct Answer {
 
 class Client : public std::enable_shared_from_this<Client> {
  public:
-  // Takes over a connection on which the handshake was made; `max_frame` is the longest frame that it may be sent.
+  // Takes over a connection on which the handshake was made. A received frame with a body of more than `max_frame`
+  // bytes is invalid.
   Client(int fd, double heartbeat, size_t max_frame);
 
   // Registers the connection with the connection thread. Returns false if the connection thread cannot be started.
   bool start();
 
-  // Sends a request and returns its id; 0 if the connection is lost. Never waits: what cannot be sent is sent later.
+  // Sends a request and returns its id; 0 if the connection is lost. Never waits: bytes for which the socket has no
+  // space are sent later.
   uint64_t submit(Op op, std::string_view body);
 
   enum class WaitResult { answered, waiting, lost };
@@ -52,16 +54,15 @@ class Client : public std::enable_shared_from_this<Client> {
   // Gives up a request: its answer is not wanted any more. If `tell`, the server is told to give it up too.
   void forget(uint64_t id, bool tell);
 
-  // Starts a publisher, which publishes from time to time, and also when the key `question_key` changes, by which
-  // other clients ask for a publication. Returns the number that end_publisher() takes, 0 if the connection is lost.
-  // Never waits.
+  // Starts a publisher, which publishes from time to time, and also when another client asks for it by changing the
+  // key `question_key`. Returns the number that end_publisher() takes, 0 if the connection is lost. Never waits.
   uint64_t start_publisher(const std::string& question_key, Publisher publisher);
 
-  // Ends a publisher: it publishes nothing any more when this returns.
+  // Ends a publisher, which publishes nothing any more when this returns.
   void end_publisher(uint64_t id);
 
-  // Says goodbye, waits at most `patience` seconds for the server's answer, and closes the connection. Waiting threads
-  // find it lost.
+  // Says goodbye, waits at most `patience` seconds for the server's answer, and closes the connection, which other
+  // waiting threads then find lost, for the reason `why`.
   void close(const char* why, double patience);
 
   // Why the connection is lost, as a sentence; "" while it is not.
@@ -73,8 +74,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // Called by the connection thread when bytes have arrived: reads and dispatches them, unless a waiting thread reads.
   void read_pending();
   // Called by the connection thread at intervals: sends heartbeats and due values of the publishers, and detects the
-  // server's silence. `time` is now; `seconds_late` is by how much the tick is late, since the process or its machine
-  // was stopped.
+  // server's silence. `time` is now. `seconds_late` is by how much the tick is late, because the process or its
+  // machine was stopped; that time does not count as silence.
   void tick(double time, double seconds_late);
   int fd() const { return fd_.get(); }
   // Seconds between ticks.
@@ -124,8 +125,8 @@ class Client : public std::enable_shared_from_this<Client> {
   bool watched_ = false;  // incoming bytes wake the connection thread
   bool ticked_ = false;   // the connection thread has called tick()
   double ticked_at_ = 0;
-  double stopped_for_ = 0;   // how long the process did not run the last time that it missed ticks
-  double stopped_until_ = 0;
+  double stopped_for_ = 0;    // seconds for which the process was stopped the last time that it missed ticks
+  double stopped_until_ = 0;  // when it ran again
   bool lease_ended_ = false;
   double last_sent_at_ = 0;
   std::atomic<double> last_heard_at_{0};

@@ -22,12 +22,12 @@ struct ConnectionThread {
   Mutex<NCCLPY_LOCK_STORE_CONNECTIONS> mutex;
   std::unordered_map<Client*, std::shared_ptr<Client>> clients;
   Descriptor epoll;
-  Descriptor news;  // a client was added, the last one was removed, or one has another tick interval
+  Descriptor news;  // wakes the thread: a client was added, the last was removed, or one has another tick interval
   bool running = false;
 };
 
-// Never destroyed: the thread may outlive the statics. A forked child makes a new ConnectionThread: the mutex of the
-// inherited one may be held by a thread that the child does not have.
+// The ConnectionThread is never destroyed, since its thread may outlive the statics. A forked child makes a new one:
+// the inherited mutex may be held by a thread that exists only in the parent.
 std::atomic<ConnectionThread*> current{nullptr};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
 
@@ -145,7 +145,7 @@ void update_tick_interval() {
 void watch(Client* client, bool readable, bool writable) {
   ConnectionThread& it = connection_thread();
   epoll_event event{};
-  // Without either, epoll reports only the connection's end, and once.
+  // With neither EPOLLIN nor EPOLLOUT, epoll reports only the connection's end; with EPOLLONESHOT, only once.
   event.events = (readable ? EPOLLIN : EPOLLONESHOT) | (writable ? EPOLLOUT : 0u);
   event.data.ptr = client;
   epoll_ctl(it.epoll.get(), EPOLL_CTL_MOD, client->fd(), &event);

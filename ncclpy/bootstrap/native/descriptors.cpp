@@ -11,7 +11,7 @@
 namespace ncclpy::store {
 namespace {
 
-// Never destroyed: threads may use it until the process has ended.
+// The descriptors of this process. The Registry is never destroyed: threads may use it until the process has ended.
 struct Registry {
   Mutex<NCCLPY_LOCK_STORE_DESCRIPTORS> mutex;
   std::vector<bool> open;  // by number

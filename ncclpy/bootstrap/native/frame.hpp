@@ -23,8 +23,8 @@ constexpr size_t kHeader = 24;
 // Most keys of one multi_get: its answer has a field for each key, also for one that is absent or too long.
 constexpr int64_t kMaxTogether = 1 << 16;
 
-// Each operation with the fields of its request -> and of its answer. `has?` is 1 if the field after it has a value,
-// and 0 if the value is absent. `microseconds` is the time to wait; below 0: without limit.
+// Each operation, with the fields of its request -> the fields of its answer. `has?` is 1 if the field after it has a
+// value, and 0 if the value is absent. `microseconds` is the time to wait; below 0: without limit.
 enum class Op : uint8_t {
   set = 1,          // key, value, ephemeral            ->
   get = 2,          // key, microseconds                -> value
@@ -41,8 +41,8 @@ enum class Op : uint8_t {
   cancel = 13,      // id of a request                  no answer, neither to this nor to that request
   ping = 14,        //                                  ->
   goodbye = 15,     //                                  -> ; then the server closes
-  multi_get = 16,   // microseconds, count, keys        -> number of keys without a value here, and for each key its
-                    //                                     value, or 0: absent, or 1: too long, needs a get of its own
+  multi_get = 16,   // microseconds, count, keys        -> number of keys without a value in this answer; for each key
+                    //                                     its value, 0 (absent) or 1 (too long: send a get for it)
   multi_set = 17,   // count, keys each with its value  ->
   // Sent only by the server.
   change = 18,  // key, has?, value

@@ -1,5 +1,5 @@
 // The handshake of a client and a server, before the first frame. Each proves to the other that it knows the token
-// without sending it. Each sends a nonce, which makes every proof different, so an intercepted proof is worth nothing.
+// without sending it. Each sends a nonce, which makes every proof different, so an intercepted proof is useless.
 //
 //   client: "NCCLPYST" version:u16 0:u16 heartbeat:u32 (ms) nonce:32
 //   server: "NCCLPYST" version:u16 token?:u16 heartbeat:u32 nonce:32

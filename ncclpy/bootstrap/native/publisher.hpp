@@ -1,5 +1,5 @@
-// A value that a client publishes without the GIL: it is put under a key once a second, if it has changed, and at once
-// when a counter that other ranks count up has changed.
+// A value that a client publishes without the GIL: the client sets a key to it once a second, if the value has
+// changed, and at once when another rank asks for it.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@ class Publisher {
   Publisher(std::string key, std::string rest, const Source& source)
       : key_(std::move(key)), rest_(std::move(rest)), source_(source) {}
 
-  // Returns the value to publish now; "" if less than a second has passed, it has not changed, or the source has none.
-  // If `asked`, time and change do not matter.
+  // Returns the value to publish now. Returns "" if the source has none or, unless `asked`, if less than a second has
+  // passed or the value has not changed.
   std::string next(double time, bool asked) {
     if (!asked && time < due_) return "";
     char text[2048];

@@ -24,9 +24,9 @@ namespace {
 
 constexpr size_t kScratch = 256 << 10;
 constexpr double kPatience = 3;     // seconds in which a connection has to prove that it knows the token
-constexpr double kHaste = 0.25;     // seconds in which it has to send anything, while others wait to be accepted
+constexpr double kHaste = 0.25;     // seconds in which it has to send its first byte, while others wait for accept()
 constexpr size_t kMaxUnproved = 64;  // most connections that have not proved that they know the token
-constexpr size_t kLines = 256;
+constexpr size_t kLines = 256;  // most lines that wait for next_line(); more are counted and dropped
 constexpr uint64_t kWake = 0;  // epoll's id of wake_; those of the listeners follow
 constexpr uint64_t kFirstConnection = 1024;
 
@@ -58,9 +58,9 @@ std::string random_bytes(size_t count) {
   return bytes;
 }
 
-// How many connections may be open that have not proved that they know the token, if `fd` is the descriptor of the
-// latest one: a quarter of the descriptors that are left, as the rest of the process needs some too. The system gives
-// the lowest free descriptor, so those below `fd` are in use.
+// How many connections may be open that have not proved that they know the token. `fd` is the latest connection's
+// descriptor. The system gives the lowest free descriptor, so all below `fd` are in use. Of the descriptors above,
+// such connections get a quarter, since the rest of the process needs descriptors too.
 size_t max_unproved(int fd) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
@@ -102,7 +102,7 @@ bool Server::start() {
 void Server::wake() {
   const uint64_t one = 1;
   if (write(wake_.get(), &one, sizeof one) < 0) {
-    // It is full: the thread is awake.
+    // The counter of the eventfd is full: the thread is awake.
   }
 }
 
@@ -111,7 +111,7 @@ void Server::refuse_new() {
   shut_ = true;
   for (const Descriptor& each : listeners_) {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, each.get(), nullptr);
-    shutdown(each.get(), SHUT_RDWR);  // but not closed: the thread may be about to use its number
+    shutdown(each.get(), SHUT_RDWR);  // not closed: the thread may be about to use the descriptor's number
   }
   wake();
 }
@@ -199,7 +199,8 @@ void Server::run() {
   connections_.clear();
 }
 
-// Turns the listeners' events on or off: a connection that cannot be accepted yet would wake the thread all the time.
+// Turns the listeners' events on or off. While no connection can be accepted they are off: a connection that waits for
+// accept() would wake the thread all the time.
 void Server::enable_listeners(bool enabled) {
   paused_ = !enabled;
   if (paused_) next_sweep_ = std::min(next_sweep_, now() + kHaste);
@@ -263,7 +264,7 @@ void Server::read(Connection& connection) {
   if (connection.in.empty()) {
     connection.in.append(bytes.substr(parse(connection, bytes)));
   } else {
-    // A frame with a known header is not parsed again for each of its pieces, only when it is whole.
+    // A frame that arrives in pieces is parsed when it is whole, and not again for each piece after its header.
     const bool known = connection.stage == Stage::open && connection.in.size() >= kHeader;
     connection.in.append(bytes);
     if (known && connection.in.size() - kHeader < get_u64(connection.in.data())) return;
@@ -271,7 +272,6 @@ void Server::read(Connection& connection) {
   }
 }
 
-// Returns how many of the bytes were used.
 size_t Server::parse(Connection& connection, std::string_view bytes) {
   size_t used = 0;
   while (connection.doomed.empty()) {
@@ -300,12 +300,12 @@ size_t Server::parse(Connection& connection, std::string_view bytes) {
   return used;
 }
 
-// The handshake. Returns how many of the bytes were used; 0: it needs more.
+// Returns 0 also if the message of the handshake is not complete yet.
 size_t Server::shake_hands(Connection& connection, std::string_view bytes) {
   if (connection.stage == Stage::greeting) {
     const std::string wrong = wrong_greeting(bytes);
     if (!wrong.empty()) {
-      if (bytes.substr(0, kMagic.size()) == kMagic) {  // a client of another version, which learns this server's
+      if (bytes.substr(0, kMagic.size()) == kMagic) {  // a client of another version: tell it this server's version
         queue(connection, {server_greeting(!options_.token.empty(), 0, std::string(kNonce, '\0')), nullptr});
         flush(connection);
       }
@@ -314,7 +314,7 @@ size_t Server::shake_hands(Connection& connection, std::string_view bytes) {
     }
     if (bytes.size() < kGreeting) return 0;
     const uint32_t theirs = get_u32(bytes.data() + 12);
-    // The smaller of both ends' values counts.
+    // Both ends use the smaller of their two values.
     connection.heartbeat = theirs ? std::min(options_.heartbeat, theirs * 1e-3) : options_.heartbeat;
     const std::string mine = server_greeting(!options_.token.empty(),
                                              static_cast<uint32_t>(connection.heartbeat * 1e3), random_bytes(kNonce));
@@ -468,7 +468,7 @@ void Server::close(uint64_t id) {
     table_.gone(id, connection->goodbye);
   } else {
     unproved_--;
-    if (!shut_) {  // else it is not logged: it may be a client of the store that is served here next
+    if (!shut_) {  // a closing server does not log this: the client may be one of the next store on this port
       refused_++;
       last_refused_ = connection->peer + ": " + connection->doomed;
       tell_refused(now());
@@ -494,8 +494,8 @@ void Server::send_unproved_away() {
   }
 }
 
-// `seconds_late`: by how much this sweep is late. For that time the server did not run, stopped with its process or
-// its machine, and received nothing: what was sent meanwhile may not be read yet, and the sender was perhaps stopped
+// `seconds_late` is by how much this sweep is late, because the server's process or machine was stopped. That time
+// does not count as silence: bytes that arrived meanwhile may not be read yet, and the clients may have been stopped
 // too.
 void Server::sweep(double time, double seconds_late) {
   for (auto& [id, connection] : connections_) {

@@ -53,6 +53,7 @@ class Server final : private Post {
  private:
   enum class Stage { greeting, proof, open };
 
+  // Bytes to send: `shared`, a value that other connections may send too, or else `own`.
   struct Piece {
     std::string own;
     Value shared;
@@ -70,10 +71,10 @@ class Server final : private Post {
     double heartbeat = 0;  // seconds of silence after which the client is lost
     std::string in;        // received bytes that are not parsed yet
     std::deque<Piece> out;
-    size_t sent = 0;     // of the first piece
+    size_t sent = 0;     // bytes of the first piece that were sent
     size_t backlog = 0;  // bytes in all pieces
     bool dirty = false;  // listed in dirty_
-    bool blocked = false;  // the socket had no space for all of `out`: epoll reports when it has
+    bool blocked = false;  // the socket had no space for all of `out`: epoll reports when there is space again
     bool goodbye = false;  // the client has said goodbye
     std::string doomed;    // why settle() must close it; "" if it need not
   };
@@ -93,7 +94,7 @@ class Server final : private Post {
   void frame(Connection& connection, const Header& header, std::string_view body);
   // Has settle() close a connection, for the reason `why`.
   void doom(Connection& connection, std::string why);
-  // Appends to what is sent to a client; flush() sends of that as much as the socket has space for.
+  // Appends to what is sent to a client. flush() sends as much of it as the socket has space for.
   void queue(Connection& connection, Piece piece);
   void flush(Connection& connection);
   void settle();

@@ -8,7 +8,8 @@ namespace ncclpy::store {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
-// Most absent ranks that an answer lists; more are only counted, as all of 100,000 ranks may get an answer at once.
+// Most absent ranks, and most ranks that have left, that an answer lists. More absent ranks are only counted, as all
+// of 100,000 ranks may get an answer at once.
 constexpr int64_t kListed = 4096;
 constexpr size_t kListedLeft = 64;
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
@@ -207,7 +208,6 @@ bool Table::do_wait(uint64_t connection, uint64_t id, Op op, Reader in, double n
   return true;
 }
 
-// Answers a wait for keys that are all set.
 void Table::met(const Pending& pending) {
   answer(pending.connection, pending.id, pending.op,
          pending.op == Op::multi_get ? values_of(pending.keys) : Body{});
@@ -344,7 +344,7 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   return true;
 }
 
-// All have arrived: each gets the values of all. If all are empty, as in a barrier, they are left out.
+// Each rank gets the values of all ranks. If all values are empty, as in a barrier, the answer leaves them out.
 void Table::hold(Rendezvous& rendezvous) {
   size_t bytes = 0;
   for (auto& [rank, pending] : rendezvous.came) bytes += pending->value->size();
@@ -455,7 +455,7 @@ void Table::put(std::string_view key, Value value, uint64_t owner) {
       Writer out;
       answer(pending->connection, pending->id, Op::get, body_with(out, value));
     } else {
-      await_absent(*pending);  // some may have been deleted since they were set
+      await_absent(*pending);  // keys may have been deleted since they were set
       if (!pending->absent.empty()) continue;
       met(*pending);
     }

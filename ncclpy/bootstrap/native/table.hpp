@@ -1,6 +1,6 @@
 // What a server keeps: keys with their values, requests that wait for keys, rendezvous of ranks, watches, and which of
-// them end with which connection. It uses neither sockets nor a clock: the caller passes it requests and the time, and
-// a Post sends its answers.
+// them end with which connection. The table uses neither sockets nor a clock: the caller passes requests and the time,
+// and a Post sends the answers.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ using Value = std::shared_ptr<const std::string>;
 // A body; its last part may be shared with other bodies.
 struct Body {
   std::string head;
-  Value tail;  // or none
+  Value tail;  // nullptr: there is only `head`
 };
 
 // Carries frames to connections.
@@ -131,9 +131,11 @@ class Table {
   // Removes a waiting request without an answer; nullptr if there is none.
   std::unique_ptr<Pending> remove(uint64_t connection, uint64_t id);
   void remove_watch(uint64_t connection, uint64_t id, const std::string& prefix);
+  // Answers a request for keys that are all set.
   void met(const Pending& pending);
   // Answers a request that has passed its deadline.
   void late(const Pending& pending);
+  // Answers the requests of a rendezvous at which all ranks have arrived.
   void hold(Rendezvous& rendezvous);
 
   Post& post_;

@@ -101,8 +101,8 @@ class Worker:
         given = self.arguments
         unique = self.link.exchange(bytes(ncclpy.get_unique_id()) if self.index == 0 else None)[0]
         config = self._config()
-        # An abort, by -T or Ctrl-C, then ends a rank that is stuck inside NCCL. Not for an NCCL without
-        # ncclCommSplit: there `abortable` makes communicators nonblocking, which slows every call.
+        # An abort, by -T or Ctrl-C, then ends a rank that is stuck inside NCCL. With an NCCL without
+        # ncclCommSplit it does not: there `abortable` would make communicators nonblocking, which slows every call.
         abortable = ncclpy.library().has("ncclCommSplit")
         uid = ncclpy.UniqueId.from_bytes(unique)
         with ncclpy.group():

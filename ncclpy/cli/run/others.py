@@ -84,7 +84,7 @@ class Others:
     def _follow(self) -> None:
         """Note the changes in the store until it is gone."""
         watch = self._store.watch("")
-        # First what changed before the watch began.
+        # Note the changes that were made before the watch began.
         present = set(self._store.keys())
         for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
             self._note(key, self._store.get(key))

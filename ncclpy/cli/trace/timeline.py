@@ -92,7 +92,7 @@ def _spans(index: int, entry: Entry, shift: float) -> Iterable[Span]:
         else:
             end, state = now if entry.completed is None else entry.completed, ended
         yield _span(index, entry.device, True, entry.operation, entry.created + shift, end + shift, state, arguments)
-    if entry.launched is not None and entry.state not in ("called", "captured"):  # of these the end is unknown
+    if entry.launched is not None and entry.state not in ("called", "captured"):  # their end is unknown
         end = now if entry.completed is None else entry.completed
         yield _span(index, entry.device, False, entry.operation, entry.launched + shift, end + shift, ended, arguments)
 

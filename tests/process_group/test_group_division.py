@@ -285,13 +285,13 @@ def test_close_keeps_its_deadline_while_a_split_waits_for_another_rank(host_engi
             closes.join(DEADLINE)
 
     def close_within_split(group):
-        testing.wait_for(lambda: faults.fired)
+        testing.wait_for(lambda: len(faults.fired) == 2, "the split of both ranks")
         began = time.monotonic()
         with pytest.raises(ncclpy.NcclTimeout):
             group.close(0.5)
         return time.monotonic() - began
 
     together, took = threading.Barrier(2), []
-    with ncclpy.faults("rank=0 call=CommSplit nth=2 do=hang") as faults:
+    with ncclpy.faults("rank=0 call=CommSplit nth=2 do=hang; rank=1 call=CommSplit nth=2 do=delay:1us") as faults:
         run_groups(2, body, timeout=DEADLINE)
     assert took and took[0] < DEADLINE / 4

@@ -219,11 +219,12 @@ cdef bint _grow(OpEventRing* marks) noexcept nogil:
     for i in range(marks.capacity):
         ring[i] = marks.ring[(marks.first + i) % marks.capacity]
     for i in range(marks.capacity, capacity):
-        if (
-            driver.cuEventCreate(&ring[i].begin, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS
-            or driver.cuEventCreate(&ring[i].end, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS
-        ):
+        if driver.cuEventCreate(&ring[i].begin, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS:
             capacity = i  # use the marks that have events
+            break
+        if driver.cuEventCreate(&ring[i].end, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS:
+            driver.cuEventDestroy_v2(ring[i].begin)
+            capacity = i
             break
     free(marks.ring)
     marks.ring = ring

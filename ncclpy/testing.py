@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import ncclpy
+from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
 from ncclpy.errors import note, seconds
 
 __all__ = ["run_ranks"]
@@ -196,7 +197,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
 
 def _stack_of(thread: int | None) -> str:
     """Return the stack of a thread, without the frames of this module."""
-    frame = sys._current_frames().get(thread or 0)
+    frame = wait.frame_of_thread(thread or 0)
     stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     own_frames = [number for number, entry in enumerate(stack) if entry.filename == __file__]
     below = stack[own_frames[-1] + 1 :] if own_frames else []

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
+
+from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
 
 __all__ = ["as_stack", "in_short", "python_stack"]
 
@@ -31,9 +32,8 @@ def python_stack(thread: int | None = None) -> list[str]:
     thread
         Its identifier; by default, and where that thread has ended, the main thread.
     """
-    frames = sys._current_frames()
-    frame = frames.get(-1 if thread is None else thread) or frames.get(threading.main_thread().ident or -1)
-    frames.clear()  # it refers to this call's own frame: a reference cycle
+    main = threading.main_thread().ident
+    frame = wait.frame_of_thread(thread or main) or wait.frame_of_thread(main)
     if frame is not None and frame.f_code is python_stack.__code__:
         frame = frame.f_back
     found: list[str] = []

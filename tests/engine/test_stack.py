@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import ncclpy
+import testing
 from ncclpy.engine.stack import as_stack, in_short, python_stack
 
 
@@ -85,3 +86,35 @@ def test_sentence_has_the_innermost_frames_and_the_ends_of_paths():
 def test_dump_has_the_stack_of_the_main_thread():
     found = ncclpy.recorder.snapshot()["stack"]
     assert names(found)[0] == "test_dump_has_the_stack_of_the_main_thread"
+
+
+def test_stack_is_read_while_a_finaliser_starts_a_thread():
+    """On Python 3.11 `sys._current_frames` may run the finaliser, and deadlocks in this program."""
+    code = """
+import gc, threading
+from ncclpy.engine.stack import python_stack
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        finalised.append(threading.Thread(target=int))
+        finalised[-1].start()
+
+def waits(depth):  # in frames of which no object has been made
+    return waits(depth - 1) if depth else (begun.set(), done.wait())
+
+begun, done, finalised = threading.Event(), threading.Event(), []
+waiting = threading.Thread(target=waits, args=(50,))
+waiting.start()
+begun.wait()
+Cycle()
+gc.set_threshold(1)
+assert len(python_stack(waiting.ident)) > 10
+gc.collect()
+done.set()
+waiting.join()
+print(len(finalised))
+"""
+    assert testing.run_python(code).stdout == "1\n"

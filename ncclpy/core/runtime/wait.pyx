@@ -12,6 +12,7 @@ import time
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
@@ -87,6 +88,15 @@ cdef extern from *:
         if (number != 0 ? (unsigned long)PyThreadState_GetID(state) == number : state->thread_id == ident) break;
       return state;
     }
+
+    /* A new reference, or NULL. Without the garbage collector no Python code runs here: no thread leaves its frame. */
+    static PyObject* ncclpy_frame_of(unsigned long ident) {
+      int was_enabled = PyGC_Disable();
+      PyThreadState* state = ncclpy_find_thread(0, ident);
+      PyObject* frame = state == NULL ? NULL : (PyObject*)PyThreadState_GetFrame(state);
+      if (was_enabled) PyGC_Enable();
+      return frame;
+    }
     """
     ctypedef struct PyThreadState:
         unsigned long thread_id
@@ -94,6 +104,7 @@ cdef extern from *:
     PyThreadState* ncclpy_find_thread(unsigned long number, unsigned long ident)
     unsigned long PyThreadState_GetID(PyThreadState*)
     int PyThreadState_SetAsyncExc(unsigned long ident, PyObject* kind)
+    PyObject* ncclpy_frame_of(unsigned long ident)
 
 cdef extern from * nogil:
     int __atomic_add_fetch(int*, int, int)
@@ -236,6 +247,20 @@ def number_of_thread(unsigned long ident):
     """Return the number of the thread that has an ident of `threading`, 0 if there is none."""
     cdef PyThreadState* state = ncclpy_find_thread(0, ident)
     return 0 if state == NULL else PyThreadState_GetID(state)
+
+
+def frame_of_thread(unsigned long ident):
+    """Return the frame that a thread executes, None if there is no such thread.
+
+    `sys._current_frames` may deadlock on Python 3.11: it holds CPython's lock of all threads while it makes frames,
+    which can start the garbage collector, and a finaliser lets another thread run that waits for the lock.
+    """
+    cdef PyObject* frame = ncclpy_frame_of(ident)
+    if frame == NULL:
+        return None
+    found = <object>frame
+    Py_DECREF(found)  # the call has returned a new reference
+    return found
 
 
 def set_exception(unsigned long number, object kind):

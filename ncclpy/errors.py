@@ -160,7 +160,7 @@ class NcclRemoteError(NcclError):
     """Report that another rank or the network failed (`ncclRemoteError`)."""
 
 
-def same_class_as(kind: str) -> type[NcclError]:
+def peer_error_class(kind: str) -> type[NcclError]:
     """Return the exception class by which the other ranks report a rank's failure.
 
     `kind` is the name of the exception class that the failed rank itself has raised.

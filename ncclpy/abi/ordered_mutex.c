@@ -87,7 +87,7 @@ void ncclpy_lock_wanted(ncclpy_lock lock, const void* which) {
     fail("it waits for %s (%p) and has not given the GIL up", wanted->words, which);
   for (int i = 0; i < count; i++) {
     if (held[i].lock == lock) {
-      if (held[i].which == which && (wanted->how & NCCLPY_AGAIN)) continue;
+      if (held[i].which == which && (wanted->how & NCCLPY_RECURSIVE)) continue;
       if (held[i].which == which) fail("it waits for %s (%p), which it holds", wanted->words, which);
       if ((uintptr_t)held[i].which < (uintptr_t)which && (wanted->how & NCCLPY_BY_ADDRESS)) continue;
     } else if (all_under(held[i].lock) >> lock & 1) {

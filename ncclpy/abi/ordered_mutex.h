@@ -24,7 +24,7 @@
   LOCK(GATE, "a communicator's gate", NCCLPY_ENGINE, 0)                                                              \
   LOCK(MONITOR, "the monitor's mutex", 0, 0)                                                                         \
   LOCK(SEGMENTS, "the mutex of segments", 0, 0)                                                                      \
-  LOCK(LIBRARY, "the library's", 0, NCCLPY_TAKES_GIL | NCCLPY_AGAIN)                                                 \
+  LOCK(LIBRARY, "the library's", 0, NCCLPY_TAKES_GIL | NCCLPY_RECURSIVE)                                             \
   /* Locks of the host engine. */                                                                                    \
   LOCK(CONTROL, "a communicator's `control`", NCCLPY_BELOW(CONTROL), NCCLPY_AWAITED_WITHOUT_GIL)                     \
   LOCK(GRAPH, "a graph's mutex", NCCLPY_ONE(ISSUING) | NCCLPY_STREAMS, 0)                                            \
@@ -62,7 +62,7 @@ enum {
   NCCLPY_TAKES_GIL = 1,            /* a thread that holds the lock may wait for the GIL */
   NCCLPY_AWAITED_WITHOUT_GIL = 2,  /* the lock may be held for long: a thread must release the GIL to wait for it */
   NCCLPY_BY_ADDRESS = 4,           /* a thread may hold several such locks, taken in the order of their addresses */
-  NCCLPY_AGAIN = 8                 /* the lock is recursive: a thread that holds it may take it again */
+  NCCLPY_RECURSIVE = 8                 /* the lock is recursive: a thread that holds it may take it again */
 };
 
 #ifndef NCCLPY_DEBUG_LOCKS

@@ -26,7 +26,7 @@ from ncclpy.core.runtime.device cimport enter_device, leave_device
 from ncclpy.core.runtime.library cimport check_driver, driver, host_engine, require_driver
 from ncclpy.core.runtime.stream cimport Stream, is_captured
 from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, wait_for_event
-from ncclpy.core.start cimport own_op_code
+from ncclpy.core.start cimport builtin_op_code
 from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.engine.launcher cimport find_producer, record_behind
 from ncclpy.engine.monitor cimport ensure_running, hand_over, make_room
@@ -200,7 +200,7 @@ cdef class TensorEntry:
         """Check that the operator can reduce this array; return the operator's number."""
         if self.view.flavour >= BYTES:
             raise cannot_reduce(&self.view, f"array of {self.name!r}")
-        code = own_op_code(op, &self.view, size, "a coordinator")
+        code = builtin_op_code(op, &self.view, size, "a coordinator")
         self.work.entry.op = code
         return code
 

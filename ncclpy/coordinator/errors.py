@@ -13,7 +13,7 @@ from ncclpy.errors import (
     NcclTimeout,
     deliver,
     ranks,
-    same_class_as,
+    peer_error_class,
     seconds,
     spans,
 )
@@ -66,7 +66,7 @@ def has_ended(name: str, error: BaseException) -> NcclError:
     It has the class of `error` if that is `NcclRemoteError` or `NcclTimeout` and the program was not given `error`
     yet; otherwise it is an `NcclAborted`.
     """
-    kind = NcclAborted if getattr(error, "_delivered", False) else same_class_as(type(error).__name__)
+    kind = NcclAborted if getattr(error, "_delivered", False) else peer_error_class(type(error).__name__)
     made = kind(f"coordinator {name!r} does nothing more: {error}")
     made.ranks = getattr(error, "ranks", None)
     made.__cause__ = error

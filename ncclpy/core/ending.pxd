@@ -25,7 +25,7 @@ cdef class CommCall(Call):
     cdef ncclWindow_t* window  # the variable that holds the window; set to NULL before NCCL deregisters the window
     cdef object window_owner  # keeps the memory of that variable
     cdef ncclResult_t result
-    cdef char* words  # NCCL's last error message, of the thread that made the call
+    cdef char* message  # NCCL's last error message, of the thread that made the call
 
     # Make the call and wait for it; if the wait ends early, end the call as far as possible. `what` is for errors.
     cdef int run_blocking(self, str what, double limit) except -1
@@ -39,7 +39,7 @@ cdef class CommCall(Call):
 # Make the call FINALIZE, REVOKE, SUSPEND or RESUME, and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
 
-# Abort a communicator with all that is tied to it; within a group, when the group ends.
+# Abort a communicator and its `aborted_together`; within a group, when the group ends.
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 
 # Close a communicator, its dependent objects first. It is aborted instead if its issued operations do not end within

@@ -8,8 +8,8 @@ from libc.stdlib cimport free
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.handles.abort cimport (
-    ABORT_DEADLINE, abort_and_report, abort_handles, drop_ranges, end_call, endings_of, forget_ending, is_freed,
-    local_peers_of, note_ending, tied,
+    ABORT_DEADLINE, abort_and_report, abort_handles, aborted_together, drop_ranges, end_call, forget_left_close, is_freed,
+    left_closes_of, local_peers_of, note_left_close,
 )
 from ncclpy.core.runtime.library cimport abort_preempts, copy_last_error, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
@@ -35,7 +35,7 @@ cdef class CommCall(Call):
     """
 
     def __dealloc__(self):
-        free(self.words)
+        free(self.message)
 
     cdef int run_blocking(self, str what, double limit) except -1:
         """Make the call and wait for it; if the wait ends early, end the call as far as possible."""
@@ -82,7 +82,7 @@ cdef class CommCall(Call):
             self.result = nccl.ncclCommWindowDeregister(self.comm.raw, window)
         else:
             self.result = self._destroy()
-        self.words = copy_last_error(self.result)
+        self.message = copy_last_error(self.result)
         self.comm.unlock()
 
     cdef ncclResult_t _destroy(self) noexcept nogil:
@@ -208,10 +208,10 @@ cdef class Destruction(CommCall):
         CommCall.make(self)
         self.returned = True
         if self.left_behind:
-            self.comm.unkeep_all()
-            forget_ending(self)
+            self.comm.release_buffers()
+            forget_left_close(self)
             if self.result != ncclSuccess and self.comm.abort_state.threads is None:
-                error = nccl_error(self.result, b"ncclCommDestroy", self.words)
+                error = nccl_error(self.result, b"ncclCommDestroy", self.message)
                 _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log handler may keep its arguments
         return 0
 
@@ -238,7 +238,7 @@ cdef class Destruction(CommCall):
                     if Call.wait(self, now() + <double>_END_PATIENCE) or self.returned:
                         return True
                 self.left_behind = True
-                note_ending(self.comm, self)
+                note_left_close(self.comm, self)
                 return True
         return True
 
@@ -246,7 +246,7 @@ cdef class Destruction(CommCall):
         """Wait for the calls that closes of local peers have left behind; return at once if a local peer is open."""
         if _are_open(local_peers_of(self.comm)):
             return 0
-        for _, call in endings_of(self.comm):
+        for _, call in left_closes_of(self.comm):
             Call.wait(<Call>call, deadline)
         return 0
 
@@ -286,7 +286,7 @@ cdef int call_blocking(Handle handle, int kind) except -1:
 
 
 cdef int abort_now(Handle handle, object timeout, object reason="abort") except -1:
-    """Abort a communicator with all that is tied to it; within a group, when the group ends."""
+    """Abort a communicator and its `aborted_together`; within a group, when the group ends."""
     if not handle.owned:
         raise ValueError(f"{handle!r} is not owned by ncclpy (from_handle): its owner must abort it")
     group = current_group()
@@ -294,7 +294,7 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
         return group.abort_at_end(handle)
     limit = as_timeout(timeout)
     try:
-        return abort_handles(tied(handle), limit, reason)
+        return abort_handles(aborted_together(handle), limit, reason)
     finally:
         if handle.peer_status is not None:
             handle.peer_status.leave()
@@ -320,7 +320,8 @@ cdef int _close(Handle handle, double limit) except -1:
             abort_now(handle, ABORT_DEADLINE)
             _release(handle)
             return 0
-        finish(handle, "initialisation", deadline_after(limit))  # an abort would end the parent too, see `tied`
+        # An abort would end the parent too, see `aborted_together`.
+        finish(handle, "initialisation", deadline_after(limit))
     if handle.state in (READY, FINALIZED, SUSPENDED):
         failures += _end(handle, limit)
     elif handle.state == FAILED and (handle.raw != NULL or handle.guard != NULL):
@@ -396,13 +397,13 @@ cdef list _end(Handle handle, double limit):
         handle.become(CLOSED)
         return failures
     call.wait_for_local_peers(now() + <double>_END_PATIENCE)
-    handle.unkeep_all()
+    handle.release_buffers()
     if handle.state == ABORTED:
         return failures
     handle.become(CLOSED)
     # WAS_ABORTED: another thread has ended the communicator.
     if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:
-        failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
+        failures.append(nccl_error(call.result, b"ncclCommDestroy", call.message))
     return failures
 
 
@@ -457,7 +458,7 @@ cdef list _release(Handle handle):
         pointer, handle.scratch = handle.scratch, 0
         _device.free(pointer)
     if handle.state not in (FINALIZED, READY, SUSPENDED):
-        handle.unkeep_all()
+        handle.release_buffers()
     return failures
 
 

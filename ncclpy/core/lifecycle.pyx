@@ -10,7 +10,9 @@ from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess, ncclUniqueId
 from ncclpy.core.handles cimport handle as _observers
-from ncclpy.core.handles.abort cimport ABORT_DEADLINE, begin_abort, end_abort, abort_and_report, note_local_peer, tied
+from ncclpy.core.handles.abort cimport (
+    ABORT_DEADLINE, abort_and_report, aborted_together, begin_abort, end_abort, note_local_peer,
+)
 from ncclpy.core.runtime.device cimport as_device, context_of
 from ncclpy.core.ending cimport FINALIZE, RESUME, REVOKE, SUSPEND, abort_now, call_blocking, close_comm
 from ncclpy.core.handles.handle cimport WAS_ABORTED, report_failure
@@ -681,7 +683,7 @@ cdef class Lifecycle(Handle):
             if now() >= deadline:
                 # An abort may take seconds, for which the event loop must not block.
                 error = self.timeout_error("initialisation", now() - started)
-                threads = begin_abort(tied(self), "initialisation passed its deadline")
+                threads = begin_abort(aborted_together(self), "initialisation passed its deadline")
                 await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
                 report_failure(error, False)
                 raise error

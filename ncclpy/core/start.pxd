@@ -5,11 +5,12 @@ from ncclpy.core.arguments.operation cimport Operation
 from ncclpy.core.arguments.validation cimport VectorCollective
 
 
-# Check an argument and return it as a number: an operator for a data type (`op_code`, `own_op_code`), a root or a peer
-# (`root_rank`), or the seconds of a deadline (`limit_of`). `own_op_code` accepts only NCCL's built-in operators. It is
-# for layers that make communicators which users do not see, such as the Manager; errors name the `layer`.
+# Check an argument and return it as a number: an operator for a data type (`op_code`, `builtin_op_code`), a root or a
+# peer (`root_rank`), or the seconds of a deadline (`limit_of`). `builtin_op_code` accepts only NCCL's built-in
+# operators. It is for layers that make communicators which users do not see, such as the Manager; errors name the
+# `layer`.
 cdef int op_code(Handle comm, object op, const View* view) except -1
-cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1
+cdef int builtin_op_code(object op, const View* view, int nranks, str layer) except -1
 cdef int root_rank(int nranks, object root, str argument) except -1
 cdef double limit_of(Handle comm, object timeout) except? -1
 

@@ -47,7 +47,7 @@ cdef int op_code(Handle comm, object op, const View* view) except -1:
     return op_number(op, view, comm.nranks)
 
 
-cdef int own_op_code(object op, const View* view, int nranks, str layer) except -1:
+cdef int builtin_op_code(object op, const View* view, int nranks, str layer) except -1:
     cdef int code
     if type(op) is CustomOp:
         raise TypeError(f"op: an operator belongs to one communicator; {layer} makes communicators of its own")

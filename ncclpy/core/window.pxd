@@ -21,7 +21,7 @@ cdef class Registration:
     cdef readonly object buffer
     cdef object address  # of the buffer
     cdef object nbytes
-    cdef long long kept  # number by which the communicator keeps the buffer
+    cdef long long buffer_key  # number by which the communicator keeps the buffer
     cdef long long range  # number of the registered range, which may be larger and from another Registration
     cdef object __weakref__
 
@@ -51,7 +51,7 @@ cdef class Window:
     cdef View view  # of the buffer
     cdef bint symmetric
     cdef _PartMemory memory
-    cdef long long kept  # number by which the communicator keeps `memory`
+    cdef long long buffer_key  # number by which the communicator keeps `memory`
     cdef object __weakref__
 
     # `is_pending`: whether the group that makes the window has not ended yet. `is_used_by_open_group`: whether the

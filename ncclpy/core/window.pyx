@@ -149,23 +149,23 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
     def __init__(self, Lifecycle comm not None, buffer):
         cdef View view
         cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
-        if self.kept:
+        if self.buffer_key:
             raise RuntimeError("a Registration is initialised once")
         read_view(buffer, &view, "buffer")
         check_alive(comm)
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
-        self.kept = comm.registrations.keep(buffer)  # the memory stays registered even if this object is dropped
+        self.buffer_key = comm.registrations.keep(buffer)  # the memory stays registered even if this object is dropped
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
                     # The hook may register a larger range that contains this buffer and is then shared.
                     run_hook_if_wanted(comm.precall_hook, comm.raw)
                 result = comm.registrations.register(
-                    comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
+                    comm.raw, view.pointer, view.nbytes, self.buffer_key, &self.raw, &self.range
                 )
                 comm.unlock()
         if result != ncclSuccess:
-            comm.unkeep(self.kept)
+            comm.release_buffer(self.buffer_key)
         comm.check_call(result, b"ncclCommRegister")
         self.buffer = buffer
         self.address = <uintptr_t>view.pointer
@@ -201,9 +201,9 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
                 comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
         if gone:
-            comm.unkeep(self.range)
-        if self.kept != self.range:  # equal if this object's buffer is the registered range
-            comm.unkeep(self.kept)
+            comm.release_buffer(self.range)
+        if self.buffer_key != self.range:  # equal if this object's buffer is the registered range
+            comm.release_buffer(self.buffer_key)
 
     def __enter__(self):
         return self
@@ -246,7 +246,7 @@ cdef class HeldRanges:
                         result = released
                     comm.unlock()
             if gone and released == ncclSuccess:
-                comm.unkeep(self.numbers[i])
+                comm.release_buffer(self.numbers[i])
         return check(result, b"ncclCommDeregister", comm.raw)
 
 
@@ -319,14 +319,15 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         operation.count = view.nbytes
         operation.op = flags
         operation.recv = self.cell
-        self.kept = comm.registrations.keep(self.memory)  # the window stays registered even if this object is dropped
+        # The window stays registered even if this object is dropped.
+        self.buffer_key = comm.registrations.keep(self.memory)
         if symmetric:
-            comm.registrations.windows[self.kept] = (<uintptr_t>view.pointer, <uintptr_t>view.pointer + view.nbytes)
+            comm.registrations.windows[self.buffer_key] = (<uintptr_t>view.pointer, <uintptr_t>view.pointer + view.nbytes)
         try:
             make_alone(comm, &operation, buffer, self)  # a group keeps this object, and with it the cell
         except NcclError:
             if comm.state == READY:  # NCCL has refused the window; after an abort it may be registered
-                comm.unkeep(self.kept)
+                comm.release_buffer(self.buffer_key)
             raise
         comm.resources.add(self)
         if host_engine:
@@ -489,7 +490,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             finish(comm, "ncclCommWindowDeregister", deadline_after(comm.limit))
         elif <int>result != WAS_ABORTED:
             check(result, b"ncclCommWindowDeregister", comm.raw)
-        comm.unkeep(self.kept)
+        comm.release_buffer(self.buffer_key)
 
     def __enter__(self):
         return self

@@ -46,7 +46,7 @@ from ncclpy.core.calls.group import Group
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.core.runtime import device as _device
 from ncclpy.core.runtime.stream_readers import raise_in_readers
-from ncclpy.errors import NcclAborted, same_class_as
+from ncclpy.errors import NcclAborted, peer_error_class
 from ncclpy.types import UniqueId
 
 
@@ -339,7 +339,7 @@ cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
     cdef size_t i, n = 0, count = batch.count
     cdef Part* part
     cdef Watched some[16]  # a few at a time on the stack: a lane cannot report that memory is out
-    cdef char* text = batch.calls.words
+    cdef char* text = batch.calls.message
     cdef ncclResult_t result = batch.calls.result
     cdef CUresult failed = batch.driver
     for i in range(count):
@@ -818,7 +818,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Remove the set from the owner's cache: its communicators are aborted, and the next use makes new ones."""
         self.owner.set_lost(self)
-        failure = same_class_as(type(error).__name__)(
+        failure = peer_error_class(type(error).__name__)(
             enclosed("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
         failure.ranks, failure._informed = getattr(error, "ranks", None), getattr(error, "_informed", None)

@@ -519,7 +519,7 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
     finally:
         free(locked)
         free(steps)
-        free(calls.words)
+        free(calls.message)
         with nogil:
             # All captures end before the first graph is instantiated, which is not allowed while this thread captures.
             for i in range(begun):
@@ -759,8 +759,8 @@ Record a group of operations once and launch it many times.
 
 
 cdef void _forget_text(Batch* batch) noexcept:
-    free(batch.calls.words)
-    batch.calls.words = NULL
+    free(batch.calls.message)
+    batch.calls.message = NULL
 
 
 cdef int _raise(Batch* batch) except -1:
@@ -779,5 +779,5 @@ cdef int _raise(Batch* batch) except -1:
             (<Handle>batch.parts[i].step.handle).raise_if_aborted(batch.calls.result, function)
         if batch.calls.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"
-        raise nccl_error(batch.calls.result, function, batch.calls.words)
+        raise nccl_error(batch.calls.result, function, batch.calls.message)
     raise driver_error(batch.driver, function)

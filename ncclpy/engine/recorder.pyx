@@ -446,15 +446,15 @@ cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes)
 cdef class _Calls(CallTracer):
     """Record the calls of communicators."""
 
-    cdef object here(self):
+    cdef object call_site(self):
         cdef Entry entry = Entry.__new__(Entry)
         note_site(entry)
         return None if entry.code is None else (entry.code, entry.at)
 
-    cdef object begin(self, Handle handle, const Operation* operation, object here):
+    cdef object begin(self, Handle handle, const Operation* operation, object call_site):
         cdef Entry entry = new_entry()
-        if here is not None:
-            entry.code, entry.at = here
+        if call_site is not None:
+            entry.code, entry.at = call_site
         entry.operation = operation.kind
         # The count of a wait is its number of descriptors, not of elements.
         nbytes = operation.count * ITEMSIZE[operation.datatype] if operation.kind != WAIT_SIGNAL else 0

@@ -36,7 +36,7 @@ from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import method_name, show, text_of
 from ncclpy.engine.callbacks import add_answer
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, deliver, same_class_as
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, deliver, peer_error_class
 from ncclpy.types import ReduceOp
 
 
@@ -561,7 +561,7 @@ cdef class DeviceSet(CommunicatorSet):
         """Fail what runs on these communicators, since another process has ended them."""
         if self.state == GONE:
             return
-        error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
+        error = peer_error_class(kind)(f"communicator {self.name!r} was ended{text}")
         self.note_failure(error)
         self.inquire(error)
         if self.state == GONE or self.end_begun:  # they have ended meanwhile

@@ -17,7 +17,7 @@ from ncclpy.core.arguments.validation cimport (
     validate_reduce_scatter,
     validate_scatter,
 )
-from ncclpy.core.start cimport own_op_code
+from ncclpy.core.start cimport builtin_op_code
 from ncclpy.core.runtime.wait cimport as_timeout
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Participant
@@ -85,7 +85,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         validate_all_reduce(&o, &s, &r, send, recv, one.device)
-        o.op = own_op_code(op, &s, one.num_global, "the Manager")
+        o.op = builtin_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
 
@@ -150,7 +150,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         validate_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
-        o.op = own_op_code(op, &s, one.num_global, "the Manager")
+        o.op = builtin_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, stream, on_done)
 
@@ -282,7 +282,7 @@ cdef class Participants:
         )
         one.root, one.is_root = as_rank(root, "root"), False
         validate_reduce(&o, &s, &r, send, None, one.device, False)
-        o.op = own_op_code(op, &s, one.num_global, "the Manager")
+        o.op = builtin_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, None, stream, on_done)
 
@@ -319,7 +319,7 @@ cdef class Participants:
         )
         one.root, one.is_root = as_rank(root, "root"), True
         validate_reduce(&o, &s, &r, send, recv, one.device, True)
-        o.op = own_op_code(op, &s, one.num_global, "the Manager")
+        o.op = builtin_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, stream, on_done)
 

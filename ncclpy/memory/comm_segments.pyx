@@ -219,7 +219,7 @@ cdef class _Registrar(HookOwner):
             free_weak_handle(hook_keeper.member.weak)  # for the handle, which does not get it
             raise MemoryError
         handle.weak = hook_keeper.member.weak
-        handle.freed_alone = is_freed(handle, [handle])  # known now: all its ranks have joined
+        handle.freed_by_own_abort = is_freed(handle, [handle])  # known now: all its ranks have joined
         hook_keeper.has_left = False
         hook_keeper.ref = weakref.ref(handle)
         hook_keeper.sort_key = (handle.group_name or "", handle.rank, next(_joined))

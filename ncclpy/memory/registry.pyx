@@ -478,7 +478,7 @@ cdef ncclComm_t _detach(CommSegments* member, double until, Taken* taken) noexce
             if locked or abort_preempts or (<Handle>handle).nonblocking:
                 raw = (<Handle>handle).detach_handle()
                 member.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
-                if raw != NULL and locked and not abort_preempts and (<Handle>handle).freed_alone:
+                if raw != NULL and locked and not abort_preempts and (<Handle>handle).freed_by_own_abort:
                     taken.ranges = (<Handle>handle).registrations.take_all(&taken.count)
                     taken.guard_aborted = (<Handle>handle).guard_aborted
             else:

@@ -18,7 +18,7 @@ from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
 from ncclpy.core.handles.abort import ABANDONED, abort_for, name_of, rank_status_of
 from ncclpy.core.handles.handle import PeerStatusHook
 from ncclpy.engine.recorder import DTYPES, method_name, op_name
-from ncclpy.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
+from ncclpy.errors import ADVICE, NcclError, NcclTimeout, peer_error_class, ranks, spans
 from ncclpy.peers.communicator_status import CommunicatorStatus
 from ncclpy.peers.rank_state import RankState
 
@@ -88,7 +88,7 @@ class LauncherPeers(PeerStatusHook):
 
     def _ended(self, comm: Communicator, text: str, kind: str) -> None:
         self._ended_elsewhere = True
-        abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
+        abort_for(comm, peer_error_class(kind)(f"communicator {self._name!r} was aborted{text}"))
 
     def of_part(self, comm: Any) -> LauncherPeers | None:
         """Return the `LauncherPeers` of a communicator that was made of some of these ranks."""

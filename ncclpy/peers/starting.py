@@ -16,7 +16,7 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.store_arguments import TIMEOUT, as_seconds
 from ncclpy.core.handles.abort import abort_for
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, peer_error_class
 from ncclpy.peers.launcher_peers import LauncherPeers, describe_late, launcher_peers_of
 from ncclpy.peers.numbering import FIRST, Numbering, _Made
 from ncclpy.peers.reports import MACHINE
@@ -178,7 +178,7 @@ class Start:
         if end.rank == self.place.rank:
             return None
         by = "" if end.rank is None else f"rank {end.rank} of {self.place.size}: "
-        return same_class_as(end.kind)(f"the communicator was not made: {by}{end.text}")
+        return peer_error_class(end.kind)(f"the communicator was not made: {by}{end.text}")
 
     def _stop_listening(self) -> None:
         self._over, self._comm = True, None

@@ -530,7 +530,7 @@ cdef object capture(Connection connection, Request request):
             return _error(&calls, comm, work)
     finally:
         free(steps)
-        free(calls.words)
+        free(calls.message)
     work.entry.communicator, work.entry.rank, work.entry.nranks = connection.name, comm.rank, comm.nranks
     comm.in_flight.captured = True
     work.become_captured(request.steps[0].stream if request.count else NULL)
@@ -577,4 +577,4 @@ cdef object _error(const CallBatch* calls, Handle comm, Work work):
         comm.raise_if_aborted(calls.result, function)
     except Exception as error:
         return error
-    return nccl_error(calls.result, function, calls.words, work.with_name("was not captured"))
+    return nccl_error(calls.result, function, calls.message, work.with_name("was not captured"))

@@ -24,7 +24,7 @@ from ncclpy.process_group.connection cimport ConnectionOwner, Request
 
 from ncclpy.bootstrap.store import LeaseEnded, as_store
 from ncclpy.core.runtime import device as _device
-from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, deliver, same_class_as, undelivered
+from ncclpy.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, deliver, peer_error_class, undelivered
 from ncclpy.types import as_integer
 from ncclpy.engine import work
 from ncclpy.engine.callbacks import add_answer, without_advice
@@ -215,7 +215,7 @@ cdef class Lifecycle:
         So a rank that was in no operation at the end raises the same class as the others.
         """
         raised = getattr(self.failure, "_delivered", False) or (self.failures and undelivered(self.failures) is None)
-        return NcclAborted if self.closed or raised else same_class_as(type(self.failure).__name__)
+        return NcclAborted if self.closed or raised else peer_error_class(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
         self.check_usable()
@@ -533,7 +533,7 @@ cdef class Lifecycle:
             hooks = self.abort_hooks  # hooks that are added later are called at once
             kind = type(error).__name__
             if failed is not None:
-                if failed.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
+                if failed.state == MAKING and peer_error_class(kind) is NcclAborted and not isinstance(error, NcclAborted):
                     kind = NcclRemoteError.__name__  # a communicator that was never made was not aborted
                 failed.state = GONE
         group_status.begin_end()
@@ -558,7 +558,7 @@ cdef class Lifecycle:
                 except RuntimeError:  # no thread can be started
                     telling = None
                     group_status.tell(*end)
-            error_of_others = error if type(error) is NcclAborted else has_ended(self.name, error, same_class_as(type(error).__name__))
+            error_of_others = error if type(error) is NcclAborted else has_ended(self.name, error, peer_error_class(type(error).__name__))
             error._informed = error_of_others._informed = informed
             self.failures = [error, error_of_others] if in_flight else []
             if in_flight and not self.closed and this_thread() not in self.enders:
@@ -698,7 +698,7 @@ cdef class Lifecycle:
             finally:
                 self._end(drained)
         if failed or (drained and undelivered(self.failures) is not None):
-            raise has_ended(self.name, self.failure, same_class_as(type(self.failure).__name__))
+            raise has_ended(self.name, self.failure, peer_error_class(type(self.failure).__name__))
         if not drained:
             raise NcclTimeout(
                 f"rank {self.rank} of process group {self.name!r}: {left} operations were not done {seconds:.3g} s "

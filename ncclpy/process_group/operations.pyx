@@ -12,7 +12,7 @@ from ncclpy.core.arguments.validation cimport (
 )
 from ncclpy.core.runtime.stream cimport Stream, as_stream, is_captured
 from ncclpy.core.runtime.wait cimport as_timeout, deadline_after
-from ncclpy.core.start cimport check_unused, fill_barrier, own_op_code, root_rank
+from ncclpy.core.start cimport builtin_op_code, check_unused, fill_barrier, root_rank
 from ncclpy.engine.launcher cimport Launch, find_producer, launch_here, record_behind
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
@@ -78,7 +78,7 @@ cdef class Operations:
                 f"op: NCCL has no bitwise reductions, so none by {op!r}; send the bits as bool arrays, for which sum "
                 "is 'any' and min is 'all', or all_gather them and reduce here"
             )
-        return own_op_code(op, view, self.lifecycle.size, "a process group")
+        return builtin_op_code(op, view, self.lifecycle.size, "a process group")
 
     def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave the result on each (`ncclAllReduce`).

@@ -14,7 +14,7 @@ from ncclpy.engine import recorder
 from ncclpy.engine.launcher import abort_in_background
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.unread_failures import EXIT_CODE
-from ncclpy.errors import NcclAborted, NcclError, same_class_as
+from ncclpy.errors import NcclAborted, NcclError, peer_error_class
 from ncclpy.peers.confirmation import EXIT_PATIENCE, TELL_TIMEOUT
 
 if TYPE_CHECKING:
@@ -121,11 +121,11 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
 def was_ended_by(name: str, text: str, summary: str | None, kind: str) -> NcclError:
     """Return the error of a group that another rank has ended, with the reason and what all ranks did then.
 
-    Its class is `kind`, the class that the other rank has raised, if `same_class_as` knows that class.
+    Its class is `kind`, the class that the other rank has raised, if `peer_error_class` knows that class.
     """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
-    return same_class_as(kind)(f"{group} was ended by {text}{'. ' + summary if summary else ''}")
+    return peer_error_class(kind)(f"{group} was ended by {text}{'. ' + summary if summary else ''}")
 
 
 def abort_when_confirmed(

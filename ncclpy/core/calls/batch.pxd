@@ -30,7 +30,7 @@ cdef struct CallBatch:
     # The outcome.
     size_t failed  # index of the step that was refused, or `count`
     ncclResult_t result  # of that step, or of the last call
-    char* words  # NCCL's message for `result`, read by the thread that has made the calls; from malloc
+    char* message  # NCCL's message for `result`, read by the thread that has made the calls; from malloc
 
 
 cdef inline Step* step_of(const CallBatch* batch, size_t index) noexcept nogil:

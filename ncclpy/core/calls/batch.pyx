@@ -54,7 +54,7 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
         if lent:
             take_device_back()
     batch.result = result
-    batch.words = copy_last_error(result)
+    batch.message = copy_last_error(result)
     _unlock(batch, <size_t>-1)
     return True
 
@@ -238,7 +238,7 @@ cdef void poll_calls(CallBatch* batch) noexcept nogil:
             batch.failed = i
     if batch.result == ncclSuccess:
         record_behind_late_calls(batch)
-    batch.words = copy_last_error(batch.result)
+    batch.message = copy_last_error(batch.result)
 
 
 cdef int note_arrival(const CallBatch* batch, Handle handle) except -1:

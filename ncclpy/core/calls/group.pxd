@@ -39,7 +39,7 @@ cdef class Group:
     cdef list places  # where each operation was recorded, for the tracer; None without a tracer
     cdef list to_abort  # communicators to abort when the group ends; None if there are none
     cdef Group outer  # the outermost group, which records the calls, if this group is nested; else None
-    cdef size_t mark  # number of operations that `outer` had when this group was entered
+    cdef size_t outer_count  # number of operations that `outer` had when this group was entered
     cdef bint entered
     cdef readonly bint simulate
     cdef bint is_plan  # the group's end keeps the operations, to be launched later: a plan
@@ -51,8 +51,8 @@ cdef class Group:
     cdef int note_communicator(self, Handle handle) except -1
     # Have the group's end wait for a stream with operations on data in CPU memory.
     cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1
-    # Drop the operations from number `mark` on.
-    cdef int drop(self, size_t mark) noexcept
+    # Drop the operations from number `start` on.
+    cdef int drop(self, size_t start) noexcept
     # Abort a communicator when the group ends, together with the others for which this was called.
     cdef int abort_at_end(self, Handle handle) except -1
     # Append an operation. Its communicator and buffers are kept at least until the group ends.

@@ -19,7 +19,7 @@ from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCLPY_SIM_INFO_MAGIC, NCCL_UNDEF_FLOAT, ncclInProgress, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
 from ncclpy.core.handles.abort cimport (
-    ABORT_DEADLINE, abort_and_report, abort_handles, abort_late, end_call, is_stray, tied,
+    ABORT_DEADLINE, abort_and_report, abort_handles, abort_late, aborted_together, end_call, is_stray,
 )
 from ncclpy.core.runtime.library cimport abort_preempts, nccl, nccl_error, require
 from ncclpy.core.arguments.config cimport struct_version
@@ -98,7 +98,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         self.drop(0)
         if self.held != self.inline_slots:
             free(self.held)
-        free(self.calls.words)
+        free(self.calls.message)
 
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
         """Append one operation; its communicator and buffers live at least until the group ends."""
@@ -126,7 +126,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         cdef list places = self.places or []
         places += [None] * (before - len(places))  # operations recorded before there was a tracer
         del places[before:]  # places of operations that were dropped
-        places.append((<CallTracer>_handles.tracer).here())
+        places.append((<CallTracer>_handles.tracer).call_site())
         self.places = places
 
     cdef list kept_objects(self):
@@ -173,12 +173,12 @@ Record the calls of a ``with`` block and start them together when the outermost 
         self.recent = <PyObject*>handle
         return 0
 
-    cdef int drop(self, size_t mark) noexcept:
-        """Drop the operations from `mark` on, with their references."""
+    cdef int drop(self, size_t start) noexcept:
+        """Drop the operations from `start` on, with their references."""
         cdef size_t i
         cdef size_t count = self.count
-        self.count = min(mark, count)  # first: dropping a reference may run any Python code
-        for i in range(mark, count):
+        self.count = min(start, count)  # first: dropping a reference may run any Python code
+        for i in range(start, count):
             Py_XDECREF(self.held[i].step.handle)
             Py_XDECREF(self.held[i].send)
             Py_XDECREF(self.held[i].recv)
@@ -192,7 +192,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
             self.outer = <Group>ncclpy_current_group
             if self.simulate and not self.outer.simulate:
                 raise ValueError("group(simulate=True) is not allowed inside a group that is not simulated")
-            self.mark = self.outer.count
+            self.outer_count = self.outer.count
             return self
         Py_INCREF(self)
         set_current(<PyObject*>self)
@@ -204,7 +204,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
             raise RuntimeError("this group is not open in this thread: it was left already, or entered in another one")
         if self.outer is not None:
             if kind is not None:
-                _forget(self.outer, self.mark)
+                _forget(self.outer, self.outer_count)
             self.outer = None
             return
         set_current(NULL)
@@ -229,7 +229,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
     def __repr__(self):
         cdef size_t count = self.count
         if self.outer is not None:
-            count = self.outer.count - self.mark
+            count = self.outer.count - self.outer_count
         kind = "ncclpy.group" if not self.simulate else "ncclpy.group(simulate=True)"
         return f"<{kind}, {f'{count} calls recorded' if self.entered else 'not entered'}>"
 
@@ -251,19 +251,19 @@ cdef int set_current(PyObject* group) noexcept:
     return 0
 
 
-cdef int _forget(Group group, size_t mark) except -1:
-    """Drop what was recorded from `mark` on; nothing of it has reached NCCL."""
+cdef int _forget(Group group, size_t start) except -1:
+    """Drop what was recorded from `start` on; nothing of it has reached NCCL."""
     cdef Handle child
     cdef size_t i
-    if group.count == mark:
+    if group.count == start:
         return 0
     for index, child in group.inits:
-        if index >= mark:
+        if index >= start:
             _cancel_init(child)
-    group.inits = [each for each in group.inits if each[0] < mark]
-    group.drop(mark)
+    group.inits = [each for each in group.inits if each[0] < start]
+    group.drop(start)
     group.handles = []
-    for i in range(mark):
+    for i in range(start):
         if <object>group.held[i].step.handle not in group.handles:
             group.handles.append(<object>group.held[i].step.handle)
     group.waits = [wait for wait in group.waits if wait[0] in group.handles]
@@ -566,13 +566,13 @@ cdef int _raise_failed(Group group) except -1:
         handle = <Handle>group.held[calls.failed].step.handle
         kind = group.held[calls.failed].step.operation.kind
         handle.raise_if_aborted(calls.result, function_of(kind))
-        if <int>calls.result == NOT_THERE or calls.words == NULL:
+        if <int>calls.result == NOT_THERE or calls.message == NULL:
             raise_issue(calls.result, kind, handle.raw)
-        raise nccl_error(calls.result, function_of(kind), calls.words)
+        raise nccl_error(calls.result, function_of(kind), calls.message)
     for handle in group.handles:
         if handle.state == ABORTED:
             raise handle.aborted_error(f"the group with {handle!r} ended: the communicator was aborted")
-    raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.words)
+    raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.message)
 
 
 cdef double _deadline_of(Group group, double limit, list errors) noexcept:
@@ -620,7 +620,8 @@ cdef int _await_members(Group group, Waiting* only_wait) except -1:
                 handle.explain(error)
     except BaseException as error:  # raised by a signal handler: end at once, without waiting for the other members
         try:
-            abort_and_report([each for handle in together for each in tied(<Handle>handle)], "a group was left early", error)
+            to_abort = [each for handle in together for each in aborted_together(<Handle>handle)]
+            abort_and_report(to_abort, "a group was left early", error)
         finally:  # also after a second and a third Ctrl-C
             try:
                 abort_late(children, "a group was left early")  # children that were not adopted yet
@@ -711,7 +712,7 @@ cdef int _give_up(list late, list errors, double started) except -1:
     """Abort all children past their deadlines together: after the abort of one alone NCCL would fail the others."""
     cdef Handle child
     failures = [child.timeout_error("initialisation", now() - started) for child in late]
-    to_abort = [each for child in late for each in tied(<Handle>child)]
+    to_abort = [each for child in late for each in aborted_together(<Handle>child)]
     abort_and_report(to_abort, "initialisation passed its deadline", failures[0])
     errors += failures
     return 0

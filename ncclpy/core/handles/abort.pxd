@@ -24,11 +24,11 @@ cdef bint is_freed(Handle handle, list aborted) except -1
 
 # Note that a close, which runs as `call`, now waits only for local peers and is left behind in its thread; and forget
 # the close when it has ended.
-cdef int note_ending(Handle handle, Call call) except -1
-cdef int forget_ending(Call call) except -1
+cdef int note_left_close(Handle handle, Call call) except -1
+cdef int forget_left_close(Call call) except -1
 
-# The closes from `note_ending` of this communicator and its local peers, as (handle, call).
-cdef list endings_of(Handle handle)
+# The closes from `note_left_close` of this communicator and its local peers, as (handle, call).
+cdef list left_closes_of(Handle handle)
 
 # Seconds that an abort may take before it is left behind.
 cdef double ABORT_DEADLINE
@@ -67,7 +67,7 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil
 cdef int destroy_graphs(Handle handle) except -1
 
 # All communicators that must be aborted to end this one, itself included.
-cdef list tied(Handle handle)
+cdef list aborted_together(Handle handle)
 
 # Whether NCCL has made a communicator although its group failed. If so, store NCCL's pointer in the handle, so that
 # the communicator can be aborted.

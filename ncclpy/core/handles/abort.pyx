@@ -38,17 +38,17 @@ from ncclpy.core.runtime.library cimport abort_preempts, copy_last_error, nccl, 
 from ncclpy.core.runtime.wait cimport FOREVER, Call, deadline_after, now, pause, this_thread
 
 from ncclpy.core.runtime.stream_readers import raise_in_readers
-from ncclpy.errors import attach, same_class_as
+from ncclpy.errors import attach, peer_error_class
 
 
 # Seconds that an operation which has just ended on another rank may take to end on this rank too; and seconds between
 # two polls for that.
-cdef double _END_PATIENCE = 0.01
+cdef double _DRAIN_PATIENCE = 0.01
 cdef double _POLL_INTERVAL = 0.0005
 
 # Both are guarded by the GIL: each change is one step.
 cdef dict _local_handles = {}  # a weak reference to each communicator of this process, by its address
-cdef list _endings = []  # closes that wait only for local peers, see `note_ending`: (handle, call)
+cdef list _left_closes = []  # closes that wait only for local peers, see `note_left_close`: (handle, call)
 
 
 cdef int note_local_peer(Handle handle) except -1:
@@ -80,7 +80,7 @@ cdef int mark_local_peer_aborted(Handle handle) except -1:
 
 
 cdef object error_of_local_peer(Handle handle):
-    return same_class_as(handle.abort_state.failed_as or "")(
+    return peer_error_class(handle.abort_state.failed_as or "")(
         f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
         f"{handle.abort_state.reason}"
     )
@@ -99,9 +99,9 @@ cdef int fence_local_peers(Handle handle) except -1:
 
 
 cdef int _let_waits_end(list handles) except -1:
-    """Note which waits of communicators have their data; for up to `_END_PATIENCE` seconds, wait until all have."""
+    """Note which waits of communicators have their data; for up to `_DRAIN_PATIENCE` seconds, wait until all have."""
     cdef Handle handle
-    cdef double until = now() + _END_PATIENCE
+    cdef double until = now() + _DRAIN_PATIENCE
     cdef bint all_drained = False
     while not all_drained:
         all_drained = True
@@ -132,29 +132,29 @@ cdef bint is_freed(Handle handle, list aborted) except -1:
     return True
 
 
-cdef int note_ending(Handle handle, Call call) except -1:
-    _endings.append((handle, call))
+cdef int note_left_close(Handle handle, Call call) except -1:
+    _left_closes.append((handle, call))
     return 0
 
 
-cdef int forget_ending(Call call) except -1:
-    for i in range(len(_endings)):
-        if _endings[i][1] is call:
-            del _endings[i]
+cdef int forget_left_close(Call call) except -1:
+    for i in range(len(_left_closes)):
+        if _left_closes[i][1] is call:
+            del _left_closes[i]
             break
     return 0
 
 
-cdef list endings_of(Handle handle):
+cdef list left_closes_of(Handle handle):
     return [
-        each for each in list(_endings)
+        each for each in list(_left_closes)
         if handle.group_name is not None and (<Handle>each[0]).group_name == handle.group_name
     ]
 
 
 def _forked():
     _local_handles.clear()
-    del _endings[:]
+    del _left_closes[:]
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -217,7 +217,7 @@ cdef bint _is_gone(ncclResult_t result) noexcept nogil:
 cdef struct _Target:  # a communicator to abort, or its guard, and the outcome
     void* handle
     ncclResult_t result
-    char* words  # NCCL's last error message, if the abort failed
+    char* message  # NCCL's last error message, if the abort failed
     bint taken  # `raw` was taken from the handle
     bint stuck  # a thread is in a call that cannot be made to return: the communicator is left behind
     bint freed  # see `is_freed`
@@ -272,7 +272,7 @@ cdef void _abort_one(_Target* target, double until) noexcept nogil:
         mutex_unlock(&(<Handle>handle).mutex)
 
 
-cdef ncclResult_t _abort_all(_Target* targets, size_t count, bint guards, char** words) noexcept nogil:
+cdef ncclResult_t _abort_all(_Target* targets, size_t count, bint guards, char** message) noexcept nogil:
     """Abort the targets or their guards, several in one NCCL group, and return the group's result.
 
     The pre-call hooks of communicators that have ended are told.
@@ -290,17 +290,17 @@ cdef ncclResult_t _abort_all(_Target* targets, size_t count, bint guards, char**
     if count > 1:
         result = nccl.ncclGroupStart()
         if result != ncclSuccess:
-            words[0] = copy_last_error(result)
+            message[0] = copy_last_error(result)
             return result
     for i in range(count):
         if guards:
             _abort_guard(&targets[i])
         else:
             _abort_one(&targets[i], until)
-        targets[i].words = copy_last_error(targets[i].result)
+        targets[i].message = copy_last_error(targets[i].result)
     if count > 1:
         result = nccl.ncclGroupEnd()
-        words[0] = copy_last_error(result)
+        message[0] = copy_last_error(result)
     for i in range(count if result == ncclSuccess else 0):
         precall_hook = (<Handle>targets[i].handle).precall_hook
         if targets[i].taken and precall_hook != NULL and (targets[i].result == ncclSuccess or _is_gone(targets[i].result)):
@@ -312,7 +312,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     """Abort all handles, or all their guards, in one NCCL group if there are several; the list keeps them alive."""
     cdef ncclResult_t result
     cdef size_t i, count = len(handles)
-    cdef char* words = NULL
+    cdef char* message = NULL
     cdef _Target* targets = <_Target*>calloc(count + 1, sizeof(_Target))
     if targets == NULL:
         raise MemoryError
@@ -321,19 +321,19 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
             targets[i].handle = <void*>handles[i]
             targets[i].freed = is_freed(handles[i], handles)
         with nogil:
-            result = _abort_all(targets, count, guards, &words)
+            result = _abort_all(targets, count, guards, &message)
         for i in range(count):
             if targets[i].stuck:
                 stuck.append(handles[i])
             if _has_failed(targets[i].result):  # the others were aborted nevertheless
-                failures.append(nccl_error(targets[i].result, b"ncclCommAbort", targets[i].words))
+                failures.append(nccl_error(targets[i].result, b"ncclCommAbort", targets[i].message))
         if _has_failed(result):
-            raise nccl_error(result, b"ncclGroupEnd", words)
+            raise nccl_error(result, b"ncclGroupEnd", message)
     finally:
         for i in range(count):
-            free(targets[i].words)
+            free(targets[i].message)
         free(targets)
-        free(words)
+        free(message)
     return 0
 
 
@@ -454,7 +454,7 @@ cdef class _Abort(Call):
         cdef Handle handle, other
         informed = {self.caller}
         for handle in self.handles:
-            kind = same_class_as(handle.abort_state.failed_as or "") if handle.abort_state.error is None else type(handle.abort_state.error)
+            kind = peer_error_class(handle.abort_state.failed_as or "") if handle.abort_state.error is None else type(handle.abort_state.error)
             why = handle.abort_state.reason if handle.abort_state.error is None else handle.abort_state.error
             _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), informed)
         for handle in self.handles:
@@ -503,7 +503,7 @@ cdef list begin_abort(list handles, object reason):
     if not alive:
         return []
     for handle in list(alive):  # also abort local peers that are being closed: a close would wait for an aborted rank
-        alive += [each for each, _ in endings_of(handle) if (<Handle>each).guard != NULL and each not in alive]
+        alive += [each for each, _ in left_closes_of(handle) if (<Handle>each).guard != NULL and each not in alive]
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
     threads = [_Abort(together) for together in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
     for handle in alive:
@@ -535,7 +535,7 @@ def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
     """
     cdef double deadline = deadline_after(seconds)
     while handle.state == DEFERRED and now() < deadline:
-        tied(handle)
+        aborted_together(handle)
         if handle.raw != NULL:
             break
         time.sleep(INIT_POLL_INTERVAL)
@@ -556,7 +556,7 @@ def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLIN
     if made:  # else no operation has been called on it
         note_failure([handle], error)
         _add_call_site(handle, error)
-    begin_abort(tied(handle), text)
+    begin_abort(aborted_together(handle), text)
 
 
 cdef int _add_call_site(Handle handle, object error) except -1:
@@ -687,7 +687,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     cdef _Ending ending = None
     endable, unendable = [], []
     for each in handles:
-        for handle in tied(<Handle>each):
+        for handle in aborted_together(<Handle>each):
             if handle in endable or handle in unendable:
                 continue
             if handle.can_be_ended():
@@ -813,7 +813,7 @@ cdef int _read_status(Handle handle, Operation* what, double* since, long long a
 cdef double LATE_PATIENCE = 1.0
 
 
-cdef list tied(Handle handle):
+cdef list aborted_together(Handle handle):
     """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
     may_have_new_comm = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
     if may_have_new_comm and handle.raw == NULL and abort_preempts:

@@ -111,10 +111,10 @@ cdef int note_hook_abort(object handle) except -1
 # Observer of the calls that communicators make for users, singly or at the end of a group.
 cdef class CallTracer:
     # The Python call site of this thread, for `begin`: a group's operations are recorded before NCCL is called.
-    cdef object here(self)
+    cdef object call_site(self)
     # Called before a call of NCCL; what it returns is passed to `end` as `noted`. Both run in the calling thread,
     # under none of ncclpy's locks.
-    cdef object begin(self, Handle handle, const Operation* operation, object here)
+    cdef object begin(self, Handle handle, const Operation* operation, object call_site)
     # Called after the call of NCCL. `done`: the operation's data have been waited for; otherwise it may still run on
     # its stream.
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1
@@ -172,7 +172,7 @@ cdef class Handle:
     cdef int waiters  # waits under way or about to begin; a close waits until it is 0
     cdef bint main_is_waiting  # the main thread waits, so a signal handler may run on top of that wait
     # The communicator's other ranks in this process.
-    cdef bint freed_alone  # result of `abort.is_freed` for this rank alone, for threads without the GIL
+    cdef bint freed_by_own_abort  # result of `abort.is_freed` for this rank alone, for threads without the GIL
     cdef bint fenced  # one of them is about to be aborted: an operation that ends from now on is no success
     cdef int engine_failed  # atomic: a call from a launch has failed; launches make no other call on this communicator
     cdef AbortState abort_state
@@ -269,11 +269,11 @@ cdef class Handle:
     # The private stream; buffers that NCCL has registered; and (`hold`) objects that are kept until neither the
     # communicator nor the stream, if one is given, can touch them any more.
     cdef CUstream own_stream(self) except NULL
-    cdef int unkeep(self, long long number) except -1
-    cdef int unkeep_all(self) except -1
+    cdef int release_buffer(self, long long number) except -1
+    cdef int release_buffers(self) except -1
     cdef int hold(self, list objects, CUstream stream, object what) except -1
-    # The name of a communicator that is made from this one; `mark` tells which ranks belong to it.
-    cdef str name_next(self, str mark)
+    # The name of a communicator that is made from this one; `suffix` tells which ranks belong to it.
+    cdef str name_next(self, str suffix)
 
 
 # Note in communicators that are about to be aborted which error is the reason, if it is an NcclError.

@@ -225,10 +225,10 @@ cdef int note_hook_abort(object handle) except -1:
 cdef class CallTracer:
     """Interface of an observer of calls; the flight recorder implements it."""
 
-    cdef object here(self):
+    cdef object call_site(self):
         raise NotImplementedError
 
-    cdef object begin(self, Handle handle, const Operation* operation, object here):
+    cdef object begin(self, Handle handle, const Operation* operation, object call_site):
         raise NotImplementedError
 
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1:
@@ -456,8 +456,8 @@ cdef class Handle:
         return NULL
 
     cdef const char* last_error_text(self) noexcept:
-        if self.init_state is not None and self.init_state.guard_split.words != NULL and not self.init_state.is_splitting_guard():
-            return self.init_state.guard_split.words
+        if self.init_state is not None and self.init_state.guard_split.message != NULL and not self.init_state.is_splitting_guard():
+            return self.init_state.guard_split.message
         return nccl.ncclGetLastError(self.error_source()) if nccl.ncclGetLastError != NULL else NULL
 
     cdef void take_new_comm(self) noexcept nogil:
@@ -629,7 +629,7 @@ cdef class Handle:
                 self.stream = made
         return (<Stream>self.stream).raw
 
-    cdef int unkeep(self, long long number) except -1:
+    cdef int release_buffer(self, long long number) except -1:
         """Release a registered buffer; during an abort, which may still use it, release it when the abort is over."""
         self.registrations.windows.pop(number, None)
         if self.state == ABORTED and self.abort_state.threads is None and (self.raw != NULL or self.guard != NULL):
@@ -639,9 +639,9 @@ cdef class Handle:
             return 0
         return hold([buffer], self.abort_state.threads, f"a registered buffer of {self!r}")
 
-    cdef int unkeep_all(self) except -1:
+    cdef int release_buffers(self) except -1:
         for number in list(self.registrations.buffers):
-            self.unkeep(number)
+            self.release_buffer(number)
         return 0
 
     cdef int hold(self, list objects, CUstream stream, object what) except -1:
@@ -652,9 +652,9 @@ cdef class Handle:
         objects.append(self)
         return hold(objects, until, what)
 
-    cdef str name_next(self, str mark):
+    cdef str name_next(self, str suffix):
         self.descendants += 1
-        return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
+        return None if self.group_name is None else f"{self.group_name}/{self.descendants}{suffix}"
 
 
 cdef int note_failure(list handles, object error) except -1:

@@ -45,7 +45,7 @@ cdef struct GuardSplit:
     CUcontext context
     ncclComm_t new_comm  # receives the communicator
     ncclResult_t failed  # result of the split, if that was an error
-    char* words  # NCCL's message for `failed`
+    char* message  # NCCL's message for `failed`
     int under_way  # 1 until the call has returned
 
 

@@ -127,7 +127,7 @@ cdef void* _split_guard(void* argument) noexcept nogil:
     restore(mode)
     if result != ncclSuccess and result != ncclInProgress:
         # Copied here: the guard itself has not failed and does not report this error later.
-        guard_split.words = copy_last_error(result)
+        guard_split.message = copy_last_error(result)
         guard_split.failed = result
     __atomic_store_n(&guard_split.under_way, 0, __ATOMIC_RELEASE)
     return NULL
@@ -150,7 +150,7 @@ cdef class InitState:
             free(self.init_args.exclude)
         free(self.init_args)
         if self.guard_split != NULL:
-            free(self.guard_split.words)
+            free(self.guard_split.message)
         free(self.guard_split)
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1:

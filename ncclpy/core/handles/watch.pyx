@@ -28,7 +28,9 @@ from ncclpy.abi.driver cimport CUDA_SUCCESS
 from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.handles cimport handle as _handles
-from ncclpy.core.handles.abort cimport begin_abort, begin_quietly, end_quietly, abort_and_report, run_handlers, tied
+from ncclpy.core.handles.abort cimport (
+    abort_and_report, aborted_together, begin_abort, begin_quietly, end_quietly, run_handlers,
+)
 from ncclpy.core.runtime.library cimport check_driver, warn_of_overrides, nccl, nccl_error, raise_nccl, require_driver
 from ncclpy.core.runtime.device cimport context_of
 from ncclpy.core.handles.handle cimport (
@@ -143,7 +145,8 @@ cdef int end_init(Handle child, ncclResult_t result) except -1:
         if result == ncclSuccess and child.state == INITIALISING:  # it may have been aborted without the GIL
             _note_made(child)
     if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
-        begin_abort(tied(child), "its parent was aborted while it was made")  # that abort did not include it
+        # The abort of the parent did not include it.
+        begin_abort(aborted_together(child), "its parent was aborted while it was made")
     return 0
 
 
@@ -198,7 +201,7 @@ cdef int check_alive(Handle handle) except -1:
 cdef int finish(Handle handle, str what, double deadline, double started=0) except -1:
     """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
     cdef ncclResult_t result
-    cdef const char* words
+    cdef const char* message
     started = started or now()
     while True:
         with nogil:
@@ -207,7 +210,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             try:
                 PyErr_CheckSignals()
             except BaseException as error:
-                abort_and_report(tied(handle), f"{what} was interrupted by {type(error).__name__}", error)
+                abort_and_report(aborted_together(handle), f"{what} was interrupted by {type(error).__name__}", error)
                 raise
             continue
         if <int>result == PAST_DEADLINE:
@@ -221,8 +224,8 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
         initialising = handle.state == INITIALISING
         if initialising:
             handle.become(FAILED)
-        words = handle.last_error_text()
-        failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {handle!r}")
+        message = handle.last_error_text()
+        failure = nccl_error(result, b"ncclCommGetAsyncError", message, f"{what} of {handle!r}")
         if initialising:  # a half-made communicator is useless, and the caller may have no reference to it
             abort_and_report([handle], f"{what} failed", failure)
             handle.become(FAILED)
@@ -249,7 +252,7 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
 cdef int give_up(Handle handle, str what, double waited) except -1:
     """Abort after a deadline and say what was waited for."""
     error = handle.timeout_error(what, waited)
-    abort_and_report(tied(handle), f"{what} passed its deadline", error)
+    abort_and_report(aborted_together(handle), f"{what} passed its deadline", error)
     raise error
 
 
@@ -318,17 +321,17 @@ cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
 cdef object _failure_of(Handle handle, const char* what):
     """Return the exception for the error that NCCL reports of a communicator, with NCCL's message."""
     cdef ncclResult_t result = handle.peek()
-    cdef char* words = NULL
+    cdef char* message = NULL
     if result == ncclSuccess:  # another thread has begun to abort it
         return handle.aborted_error(f"{what.decode()} on {handle!r} did not complete: the communicator was aborted")
     mutex_lock(&handle.gate)
     if handle.raw != NULL and nccl.ncclGetLastError != NULL:
-        words = strdup(nccl.ncclGetLastError(handle.raw))
+        message = strdup(nccl.ncclGetLastError(handle.raw))
     mutex_unlock(&handle.gate)
     try:
-        return nccl_error(result, what, words)
+        return nccl_error(result, what, message)
     finally:
-        free(words)
+        free(message)
 
 
 cdef int _check_with_gil(Waiting* waiting) noexcept with gil:
@@ -341,13 +344,13 @@ cdef int _check_with_gil(Waiting* waiting) noexcept with gil:
         if now() - waiting.broken_since > BROKEN_PATIENCE:  # for example, a rank has died and the kernel waits for it
             failure = _failure_of(handle, waiting.what)
             note_failure([handle], failure)
-            threads = begin_abort(tied(handle), f"{what} failed: {failure}")
+            threads = begin_abort(aborted_together(handle), f"{what} failed: {failure}")
         elif now() < waiting.deadline:
             return 0
         else:
             failure = handle.timeout_error(what, now() - waiting.started)
             note_failure([handle], failure)
-            threads = begin_abort(tied(handle), f"{what} passed its deadline")
+            threads = begin_abort(aborted_together(handle), f"{what} passed its deadline")
     except BaseException as error:
         failure = error
         threads = begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
@@ -604,7 +607,7 @@ cdef int _check_communicator(Handle handle, bint interrupted) except -1:
     if in_call_since != 0 and moment - in_call_since > handle.in_flight.call_limit and handle.state == READY:
         return _abort_overdue(handle, "a call of NCCL", moment - in_call_since)
     if in_call_since != 0 and interrupted and handle.in_flight.call_on_main and in_call_since < ncclpy_sigint_at:
-        begin_abort(tied(handle), "interrupted by Ctrl-C while a call of NCCL was stuck")
+        begin_abort(aborted_together(handle), "interrupted by Ctrl-C while a call of NCCL was stuck")
         return 0
     if handle.in_flight.marks != NULL:
         with nogil:
@@ -624,7 +627,7 @@ cdef int _abort_overdue(Handle handle, str what, double waited, const Operation*
         tracer.explain(tracer.find(handle, operation), error)
     handle.abort_state.error = error
     note_failure([handle], handle.abort_state.error)  # first: this notes the stuck operation, which the abort ends
-    begin_abort(tied(handle), f"{what} passed its deadline")
+    begin_abort(aborted_together(handle), f"{what} passed its deadline")
     return 0
 
 

@@ -29,7 +29,7 @@ from ncclpy.core.runtime.wait cimport FOREVER, deadline_after, wait_for_event
 from ncclpy.core.start cimport builtin_op_code
 from ncclpy.engine.callbacks cimport user_executor
 from ncclpy.engine.launcher cimport find_producer, record_behind
-from ncclpy.engine.monitor cimport ensure_running, hand_over, make_room
+from ncclpy.engine.monitor cimport ensure_running, hand_over, reserve_inbox
 from ncclpy.engine.native cimport change, load, now, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING, note_operation
 from ncclpy.engine.work cimport Watched, Work, give_event, new_work, take_event
@@ -588,7 +588,7 @@ cdef class FusedLaunch(LaunchGroup):
             raise MemoryError
         try:
             shared = new_shared_event(self.slot.device)
-            make_room(n)
+            reserve_inbox(n)
             self.unsettled = n
             for work in works:
                 if work.done == NULL:

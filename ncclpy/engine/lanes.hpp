@@ -158,7 +158,7 @@ class Lanes {
   int count() const { return static_cast<int>(lanes_.size()); }
 
   // Starts a lane's thread at its first use; must not be called concurrently. Returns false if that fails.
-  bool need(int number) {
+  bool ensure_started(int number) {
     if (lanes_[number] != nullptr) return true;
     std::unique_ptr<Lane> lane(new (std::nothrow) Lane(spin_, begin_));
     if (lane == nullptr || !lane->start()) return false;
@@ -208,7 +208,7 @@ class Lanes {
   double pushed_at_ = 0;   // when something was last pushed or borrowed
   const double spin_;
   void (*const begin_)();
-  std::vector<std::unique_ptr<Lane>> lanes_;  // changed by need() only, under the GIL
+  std::vector<std::unique_ptr<Lane>> lanes_;  // changed by ensure_started() only, under the GIL
 };
 
 }  // namespace ncclpy

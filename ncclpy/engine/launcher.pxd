@@ -74,7 +74,7 @@ cdef class Launch(LaunchGroup):
     cdef bint failing
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
-    cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
+    cdef Part* _append_part(self, Handle handle, const Operation* operation, CUevent ready) except NULL
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
     # Push the launch to its lanes and return None. If `here` allows it and the lanes are idle, borrow them for this
     # thread instead and return the launch: the caller must then call `launch_here` with it, even on an error.
@@ -122,7 +122,8 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef set launches  # in flight
     cdef list failures  # errors of works of failed launches, see `errors.undelivered`
     cdef long long sequence
-    cdef unsigned long long* familiar  # hash table of the signatures of launches that have run here; 0 is a free place
+    # Hash table of the signatures of launches that have run here; 0 is a free place.
+    cdef unsigned long long* seen_signatures
     cdef size_t capacity
     cdef size_t nreplaced
     cdef SetOwner owner
@@ -137,7 +138,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef Launch begin(self)
     # Start a launch; in this thread only if `here` allows it and a launch of this signature has run before.
     cdef Launch start(self, Launch launch, const Operation* operation, bint here)
-    # The table `familiar`: whether a launch of this signature has run; and a note that it has.
+    # The table `seen_signatures`: whether a launch of this signature has run; and a note that it has.
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int learn(self, unsigned long long signature) noexcept
     cdef bint _grow(self) noexcept

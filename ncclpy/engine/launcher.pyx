@@ -38,7 +38,7 @@ from ncclpy.core.runtime.stream cimport as_stream
 from ncclpy.core.runtime.wait cimport FOREVER, now, this_thread
 from ncclpy.engine.callbacks cimport enclosed, user_executor, words_of
 from ncclpy.engine.work cimport Watched, Work, believe, fence, give_event, take_event
-from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
+from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, reserve_inbox
 from ncclpy.engine.native cimport change, load, store, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 
@@ -54,7 +54,7 @@ cdef extern from "ncclpy/engine/lanes.hpp" namespace "ncclpy" nogil:
     cdef cppclass Lanes:
         Lanes(int count, double spin, void (*begin)() noexcept nogil)
         int count()
-        bint need(int number)
+        bint ensure_started(int number)
         void push(ncclpy_job** jobs, const int* numbers, size_t count)
         bint borrow(const int* numbers, size_t count)
         void give_back(const int* numbers, size_t count)
@@ -87,7 +87,7 @@ cdef int lane_of(int device) except -1:
         if _lanes == NULL:
             _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _CORES_PER_LANE * wanted else _SPIN, _begin_lane_thread)
     number = device % _lanes.count()
-    if not _lanes.need(number):
+    if not _lanes.ensure_started(number):
         raise RuntimeError("no thread can be started for launching: the process or the system has too many")
     return number
 
@@ -384,7 +384,7 @@ cdef class Launch(LaunchGroup):
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1:
         """Add a participant's operation; the work keeps the buffers, `kept` the communicator and the stream."""
-        cdef Part* part = self._room(handle, operation, ready)
+        cdef Part* part = self._append_part(handle, operation, ready)
         part.work = <PyObject*>work
         if work.timed and work.began == NULL:
             work.began = take_event(work.device, True)
@@ -398,7 +398,7 @@ cdef class Launch(LaunchGroup):
         self.works.append(work)
         return 0
 
-    cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL:
+    cdef Part* _append_part(self, Handle handle, const Operation* operation, CUevent ready) except NULL:
         """Append a part and return it, filled in but for its work and events."""
         cdef Part* part
         cdef Part* grown
@@ -422,7 +422,7 @@ cdef class Launch(LaunchGroup):
 
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1:
         """Add an operation without a work of its own: the next operation on this communicator has one for both."""
-        self._room(handle, operation, ready)
+        self._append_part(handle, operation, ready)
         return 0
 
     cdef Launch start(self, bint here):
@@ -443,7 +443,7 @@ cdef class Launch(LaunchGroup):
             if self.batches == NULL:
                 raise MemoryError
             jobs = <ncclpy_job**>(self.batches + nlanes)
-        make_room(len(self.works))
+        reserve_inbox(len(self.works))
         self.unsettled = len(self.works)
         for work in self.works:
             Py_INCREF(work)
@@ -647,7 +647,7 @@ cdef class CommunicatorSet(LaunchOwner):
         self.failures = []
 
     def __dealloc__(self):
-        free(self.familiar)
+        free(self.seen_signatures)
 
     def make(self, unique_id, config):
         """Make the communicators in a thread of its own, since other nodes may be late.
@@ -726,14 +726,14 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef bint _grow(self) noexcept:
         """Double the table; return False if it is at its limit or memory is out."""
         cdef size_t i, before = self.capacity, capacity = 2 * before if before else _MIN_PLACES
-        cdef unsigned long long* old = self.familiar
+        cdef unsigned long long* old = self.seen_signatures
         cdef unsigned long long* place
         cdef unsigned long long* grown = NULL
         if capacity <= _MAX_PLACES:
             grown = <unsigned long long*>calloc(capacity, sizeof(unsigned long long))
         if grown == NULL:
             return False
-        self.familiar, self.capacity = grown, capacity
+        self.seen_signatures, self.capacity = grown, capacity
         for i in range(before):
             place = self._place_with(old[i], 0) if old[i] else NULL
             if place != NULL:
@@ -756,7 +756,7 @@ cdef class CommunicatorSet(LaunchOwner):
     cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept:
         """Return the first of the places at which a signature may be; the capacity is a power of two."""
         cdef size_t hashed = <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32)
-        return self.familiar + (hashed & (self.capacity - 1) & ~<size_t>(_WAYS - 1))
+        return self.seen_signatures + (hashed & (self.capacity - 1) & ~<size_t>(_WAYS - 1))
 
     cdef int fence(self) except -1:
         """Stop reporting ends of operations as success."""

@@ -5,7 +5,7 @@ from ncclpy.engine.work cimport Watched, Work
 cdef int ensure_running(int device=*) except -1
 # Watch the deadline of a work that its lane has not handed over yet.
 cdef int await_launch(Work work) except -1
-# Give launched works to the monitor. `make_room` must have reserved space for them before the launch, since a lane
+# Give launched works to the monitor. `reserve_inbox` must have reserved space for them before the launch, since a lane
 # could not report that memory is out.
-cdef int make_room(size_t count) except -1
+cdef int reserve_inbox(size_t count) except -1
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil

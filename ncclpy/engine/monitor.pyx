@@ -262,7 +262,7 @@ _shared.next_round, _shared.next_timer, _shared.stop = 0, FOREVER, False
 cdef _Agenda _agenda = _Agenda()
 
 
-cdef int make_room(size_t count) except -1:
+cdef int reserve_inbox(size_t count) except -1:
     """Make space for works that will be handed over: a lane could not report that memory is out."""
     cdef size_t needed
     mutex_lock(&_inbox.mutex)  # with the GIL: it is held only briefly
@@ -277,7 +277,7 @@ cdef int make_room(size_t count) except -1:
 
 
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
-    """Give works to the monitor, which must be running, after `make_room`; without the GIL."""
+    """Give works to the monitor, which must be running, after `reserve_inbox`; without the GIL."""
     cdef size_t i
     cdef bint has_urgent = False
     mutex_lock(&_inbox.mutex)

@@ -36,7 +36,7 @@ typedef struct ncclpy_note {
 typedef struct {
   ncclpy_note *first, *tail;
   uint64_t begun;
-  uint64_t last; /* `order` of the operation in `finished`; 0 if none has finished */
+  uint64_t finished_order; /* `order` of the operation in `finished`; 0 if none has finished */
   ncclpy_op finished;
 } ncclpy_op_list;
 
@@ -48,7 +48,7 @@ typedef struct ncclpy_note_block {
 typedef struct {
   int users;
   uint64_t version;
-  ncclpy_op_list rows[2]; /* collectives; operations between two ranks */
+  ncclpy_op_list lists[2]; /* collectives; operations between two ranks */
   ncclpy_note* spare;
   ncclpy_note_block* notes;
 } ncclpy_oplog;
@@ -110,7 +110,7 @@ static inline void ncclpy_oplog_flip_version(ncclpy_oplog* oplog) {
 
 /* Notes an operation that begins; with the GIL. Returns the note; NULL if memory is out. */
 static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, const ncclpy_op* what) {
-  ncclpy_op_list* row = &oplog->rows[pair];
+  ncclpy_op_list* list = &oplog->lists[pair];
   ncclpy_note* note = oplog->spare;
   if (note == NULL) {
     int i;
@@ -124,15 +124,15 @@ static inline ncclpy_note* ncclpy_oplog_begin(ncclpy_oplog* oplog, int pair, con
   oplog->spare = note->after;
   ncclpy_oplog_flip_version(oplog);
   ncclpy_note_copy(&note->what, what);
-  note->order = ++row->begun;
-  note->before = row->tail;
+  note->order = ++list->begun;
+  note->before = list->tail;
   note->after = NULL;
-  if (row->tail != NULL) {
-    row->tail->after = note;
+  if (list->tail != NULL) {
+    list->tail->after = note;
   } else {
-    NCCLPY_STORE_RELEASE(row->first, note);
+    NCCLPY_STORE_RELEASE(list->first, note);
   }
-  row->tail = note;
+  list->tail = note;
   ncclpy_oplog_flip_version(oplog);
   return note;
 }
@@ -149,22 +149,22 @@ static inline void ncclpy_oplog_set_blocked(ncclpy_oplog* oplog, ncclpy_note* no
 /* Notes the end of an operation, once; with the GIL. `done` is false if it was not completed, for example if it has
    failed. */
 static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* note, int done, double moment) {
-  ncclpy_op_list* row = &oplog->rows[pair];
+  ncclpy_op_list* list = &oplog->lists[pair];
   ncclpy_oplog_flip_version(oplog);
   if (note->before != NULL) {
     note->before->after = note->after;
   } else {
-    NCCLPY_STORE_RELEASE(row->first, note->after);
+    NCCLPY_STORE_RELEASE(list->first, note->after);
   }
   if (note->after != NULL) {
     note->after->before = note->before;
   } else {
-    row->tail = note->before;
+    list->tail = note->before;
   }
-  if (done && note->order > row->last) {
+  if (done && note->order > list->finished_order) {
     NCCLPY_STORE_RELEASE(note->what.done, ncclpy_bits_of(moment));
-    ncclpy_note_copy(&row->finished, &note->what);
-    NCCLPY_STORE_RELEASE(row->last, note->order);
+    ncclpy_note_copy(&list->finished, &note->what);
+    NCCLPY_STORE_RELEASE(list->finished_order, note->order);
   }
   ncclpy_oplog_flip_version(oplog);
   note->after = oplog->spare;
@@ -172,12 +172,12 @@ static inline void ncclpy_oplog_end(ncclpy_oplog* oplog, int pair, ncclpy_note* 
 }
 
 /* Reads one list. During a write the result is garbage, which the caller drops; no memory outside the log is read. */
-static inline void ncclpy_op_list_read(const ncclpy_op_list* row, ncclpy_status* found) {
-  const ncclpy_note* first = NCCLPY_LOAD_ACQUIRE(row->first);
+static inline void ncclpy_op_list_read(const ncclpy_op_list* list, ncclpy_status* found) {
+  const ncclpy_note* first = NCCLPY_LOAD_ACQUIRE(list->first);
   found->has_current = first != NULL;
   if (first != NULL) ncclpy_note_copy(&found->current, &first->what);
-  found->has_finished = NCCLPY_LOAD_ACQUIRE(row->last) != 0;
-  if (found->has_finished) ncclpy_note_copy(&found->finished, &row->finished);
+  found->has_finished = NCCLPY_LOAD_ACQUIRE(list->finished_order) != 0;
+  if (found->has_finished) ncclpy_note_copy(&found->finished, &list->finished);
 }
 
 /* Reads the first operation that has begun and not ended, and the last one that was completed; each is an operation
@@ -188,8 +188,8 @@ static inline int ncclpy_oplog_read(const ncclpy_oplog* oplog, ncclpy_status* st
     const uint64_t version = NCCLPY_LOAD_ACQUIRE(oplog->version);
     ncclpy_status pairs;
     if (version & 1) continue;
-    ncclpy_op_list_read(&oplog->rows[0], status);
-    ncclpy_op_list_read(&oplog->rows[1], &pairs);
+    ncclpy_op_list_read(&oplog->lists[0], status);
+    ncclpy_op_list_read(&oplog->lists[1], &pairs);
     if (NCCLPY_LOAD_ACQUIRE(oplog->version) != version) continue;
     if (!status->has_current && pairs.has_current) {
       status->current = pairs.current;

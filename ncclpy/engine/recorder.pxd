@@ -22,11 +22,11 @@ cdef extern from "ncclpy/engine/oplog.h" nogil:
         pass
 
     ctypedef struct ncclpy_op_list:
-        uint64_t last
+        uint64_t finished_order
         ncclpy_op finished
 
     ctypedef struct ncclpy_oplog:
-        ncclpy_op_list rows[2]
+        ncclpy_op_list lists[2]
 
     const uint64_t NCCLPY_BLOCKED_ON_INPUT
 

@@ -201,7 +201,7 @@ cdef class OpLog:
         return PyCapsule_New(&self.publisher_source, b"ncclpy.source", NULL)
 
     cdef object last_finished(self):
-        return self.oplog.rows[0].finished.sequence if self.oplog.rows[0].last else None
+        return self.oplog.lists[0].finished.sequence if self.oplog.lists[0].finished_order else None
 
 
 cdef extern from "ncclpy/engine/site.h":

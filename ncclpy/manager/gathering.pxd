@@ -108,7 +108,7 @@ cdef class DeviceSet(CommunicatorSet):
 
     # If there is a store and there are other processes, prepare the rendezvous that precedes the making of the
     # communicators.
-    cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
+    cdef int prepare_rendezvous(self, object store, dict gatherings, Gathering gathering) except -1
     # Add to an error what the ranks do, if they have a store.
     cdef int inquire(self, object error) except -1
     # Let the error share `informed`, so that each thread is given one error of these communicators.

@@ -444,7 +444,7 @@ cdef class DeviceSet(CommunicatorSet):
     def __cinit__(self, *args):
         self.waiting, self.informed = [], set()
 
-    cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1:
+    cdef int prepare_rendezvous(self, object store, dict gatherings, Gathering gathering) except -1:
         """Have the processes of these communicators meet in the store, if there is one, before they are made."""
         if store is None or len(self.devices) == self.nranks:
             return 0

@@ -215,7 +215,7 @@ Gather the participants of collectives by key, and launch each collective when a
         cdef Key lookup_key = new_key(key)
         cdef Gathering gathering
         cdef DeviceSet comm_set
-        cdef Launch lent = None
+        cdef Launch inline_launch = None
         cdef Work work
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
@@ -244,10 +244,10 @@ Gather the participants of collectives by key, and launch each collective when a
                 try:
                     gathering, signal, comm_set = self._take_in(one, lookup_key)
                     if comm_set is not None and comm_set.state == MADE:
-                        lent, comm_set = comm_set.launch(gathering, True), None
+                        inline_launch, comm_set = comm_set.launch(gathering, True), None
                 finally:
                     self.lock.leave()
-                    launch_here(lent)
+                    launch_here(inline_launch)
                 if gathering is not None:
                     break
                 lookup_key.compare()
@@ -359,7 +359,7 @@ Gather the participants of collectives by key, and launch each collective when a
     cdef int _make(self, DeviceSet comm_set, Gathering gathering) except -1:
         """Begin to make communicators; outside the lock, since starting a thread runs Python and waits."""
         try:
-            comm_set.meet_in(self.store, self.gatherings, gathering)
+            comm_set.prepare_rendezvous(self.store, self.gatherings, gathering)
             comm_set.make(gathering.communicator_key, self.config)
         except BaseException as error:
             if isinstance(error, Exception):
@@ -448,7 +448,7 @@ Gather the participants of collectives by key, and launch each collective when a
         """
         cdef Gathering gathering
         cdef DeviceSet comm_set = None
-        cdef Launch lent = None
+        cdef Launch inline_launch = None
         cdef Key lookup_key = new_key(key)
         while True:
             self._check_usable()
@@ -462,7 +462,7 @@ Gather the participants of collectives by key, and launch each collective when a
                     if gathering.is_ready():
                         comm_set = self._start(gathering)
                     if comm_set is not None and comm_set.state == MADE:
-                        lent, comm_set = comm_set.launch(gathering, True), None
+                        inline_launch, comm_set = comm_set.launch(gathering, True), None
                     break
                 # This look-up may add to `keys_to_compare`, so the list is read again below.
                 known = not lookup_key.keys_to_compare and lookup_key in self.signalled
@@ -473,7 +473,7 @@ Gather the participants of collectives by key, and launch each collective when a
                     break
             finally:
                 self.lock.leave()
-                launch_here(lent)
+                launch_here(inline_launch)
             lookup_key.compare()
         lookup_key.end_lookup()
         if gathering is not None:

@@ -639,7 +639,7 @@ cdef class Submission(BlockOwner):
         cdef CollectiveCheck collective_check = group.collective_check
         cdef bint compared = collective_check is not None and not pair
         cdef Work work = request.work
-        cdef Launch lent = None
+        cdef Launch inline_launch = None
         if compared:
             agree(group, collective_check, connection, request)
         elif collective_check is not None and group.pending_messages is None:
@@ -656,12 +656,12 @@ cdef class Submission(BlockOwner):
                 if request is not None:
                     held = collective_check is not None and hold(group, connection, request)
                     if not held:
-                        lent = connection.take(request)
+                        inline_launch = connection.take(request)
         finally:
             group.lock.leave()
             if compared:
                 collective_check.end()
-            launch_here(lent)
+            launch_here(inline_launch)
         if held:
             serve_held(group)
         if not taken:

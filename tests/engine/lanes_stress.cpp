@@ -161,7 +161,7 @@ int main(int argc, char** argv) {
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 1;
   lanes = new ncclpy::Lanes(lane_count, 50e-6);
   for (int lane = 0; lane < lane_count; lane++)
-    if (!lanes->need(lane)) return 2;
+    if (!lanes->ensure_started(lane)) return 2;
   for (int i = 0; i < rounds; i++) {
     if (!round(seed + static_cast<unsigned>(i))) {
       std::printf("seed %u: a launch is missing, or the lanes did not keep one order\n", seed + static_cast<unsigned>(i));

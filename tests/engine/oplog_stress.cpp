@@ -110,7 +110,7 @@ int main(int, char** argv) {
     if (!ncclpy_oplog_read(oplog, &found) || (found.has_current && found.current.op_and_root % 2 == 0)) {
       fail("something runs when all is over", begun);
     }
-    if (failed == 0 || oplog->rows[0].last == 0 || oplog->rows[0].first != nullptr) fail("ended", failed);
+    if (failed == 0 || oplog->lists[0].finished_order == 0 || oplog->lists[0].first != nullptr) fail("ended", failed);
     size_t memory = 0;
     for (const auto* notes = oplog->notes; notes != nullptr; notes = notes->before) memory += NCCLPY_NOTES_PER_BLOCK;
     if (memory > most + 21 + NCCLPY_NOTES_PER_BLOCK) fail("memory is used again, but not for", memory);

@@ -248,7 +248,7 @@ cdef class PendingMessages:
         """Launch a held request in the thread that waits for it, if its matches arrive within `_POLL` seconds."""
         cdef RingSet rings = self.rings
         cdef Connection one
-        cdef Launch lent = None
+        cdef Launch inline_launch = None
         cdef int seen, first
         cdef bint launched = False, others = True
         cdef double until
@@ -272,7 +272,7 @@ cdef class PendingMessages:
                     launched = True
                     others = any([one.held for one in group.connections.values()])
                     rings.expect(others)
-                    lent = connection.take(request)
+                    inline_launch = connection.take(request)
             except BaseException as error:
                 failure = error
             finally:
@@ -282,7 +282,7 @@ cdef class PendingMessages:
         try:
             rings.leave(first if others else rings.change_count())  # notes that arrived may be for other held requests
         finally:
-            launch_here(lent)
+            launch_here(inline_launch)
         if self.urgent or (launched and connection.held):  # a disagreement to report, or requests behind this one
             self.urgent = False
             rings.wake()
@@ -396,7 +396,7 @@ cdef class PendingMessages:
         """Launch the first held request of a communicator if its matches are known; return whether to try again."""
         cdef Request request
         cdef PeerRoute route
-        cdef Launch lent = None
+        cdef Launch inline_launch = None
         text, error, store, absent, stored, matches = None, None, self.store, None, [], {}
         with group.lock:
             if not connection.held:
@@ -449,10 +449,10 @@ cdef class PendingMessages:
                 route.forget(key)
             if error is None:
                 try:
-                    lent = connection.take(request)
+                    inline_launch = connection.take(request)
                 except BaseException as failure:
                     error = failure
-        launch_here(lent)
+        launch_here(inline_launch)
         if error is not None:
             if group.on_error != "report":
                 group.fail(error, text_of(error), connection.epoch, request=request)

@@ -17,7 +17,7 @@ from ncclpy.core.arguments.datatypes cimport BYTES, ITEMSIZE, ElementType, encod
 from ncclpy.core.ending cimport DEREGISTER_WINDOW, CommCall
 from ncclpy.core.calls.group cimport current_group
 from ncclpy.core.handles.handle cimport WAS_ABORTED, Handle, run_hook_if_wanted, lock_within
-from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, host_let_window_go, nccl, require
+from ncclpy.core.runtime.library cimport check, host_engine, host_hold_window, host_release_window, nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.arguments.operation cimport WINDOW, Operation
 from ncclpy.core.handles.state cimport ABORTED, READY
@@ -518,7 +518,7 @@ cdef class _PeerPart:
 
     def __dealloc__(self):
         if self.held != NULL:
-            host_let_window_go(self.held)
+            host_release_window(self.held)
 
 
 cdef bint lies_in_window(Handle comm, Window first, const View* view) except -1:

@@ -45,10 +45,10 @@ cdef EventQuery event_await
 cdef size_t (*host_missing_ranks)(ncclComm_t, char*, size_t) noexcept nogil
 
 # NULL except on the host engine. `host_hold_window` keeps a rank's memory of a window (see ncclGetPeerDevicePointer)
-# mapped, even after the window is deregistered; it returns NULL if there is no such window. `host_let_window_go`
+# mapped, even after the window is deregistered; it returns NULL if there is no such window. `host_release_window`
 # releases the result of `host_hold_window`, in any thread.
 cdef void* (*host_hold_window)(ncclWindow_t, int) noexcept nogil
-cdef void (*host_let_window_go)(void*) noexcept nogil
+cdef void (*host_release_window)(void*) noexcept nogil
 
 # The NCCL_VERSION_CODE of the library, which is loaded on first use.
 cdef int version_code() except -1

@@ -386,7 +386,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     If none is, raise LibraryNotFound with a message that begins with `failed`.
     """
     global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, event_await
-    global host_missing_ranks, host_hold_window, host_let_window_go
+    global host_missing_ranks, host_hold_window, host_release_window
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -420,10 +420,10 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         event_tell = <EventTell>dlsym(handle, b"ncclpyHostEventTell")
         event_await = <EventQuery>dlsym(handle, b"ncclpyHostEventAwait")
         host_missing_ranks = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
-            handle, b"ncclpyHostWhoIsMissing"
+            handle, b"ncclpyHostStragglers"
         )
         host_hold_window = <void* (*)(ncclWindow_t, int) noexcept nogil>dlsym(handle, b"ncclpyHostHoldWindow")
-        host_let_window_go = <void (*)(void*) noexcept nogil>dlsym(handle, b"ncclpyHostLetWindowGo")
+        host_release_window = <void (*)(void*) noexcept nogil>dlsym(handle, b"ncclpyHostReleaseWindow")
         engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
         # From here on a forked child is refused.

@@ -43,8 +43,8 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void)
   return text.c_str();
 }
 
-// Keeps the pointer of ncclGetPeerDevicePointer for a rank valid until ncclpyHostLetWindowGo, also after the window is
-// deregistered and, for a rank of this process, after ncclMemFree. Returns NULL if there is no such window or rank.
+// Keeps the pointer of ncclGetPeerDevicePointer for a rank valid until ncclpyHostReleaseWindow, also after the window
+// is deregistered and, for a rank of this process, after ncclMemFree. Returns NULL if there is no such window or rank.
 __attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t handle, int rank) {
   WindowHold* hold = nullptr;
   guarded("ncclpyHostHoldWindow", [&] {
@@ -57,19 +57,19 @@ __attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t h
   return hold;
 }
 
-__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* hold) {
+__attribute__((visibility("default"))) void ncclpyHostReleaseWindow(void* hold) {
   delete static_cast<WindowHold*>(hold);
 }
 
 // Writes which ranks have arrived where `comm` waits and which have not, truncated to `size` bytes including the
 // terminating zero. Returns the length of the whole text, 0 if the communicator waits for nothing. Never waits, even
 // if other threads are stuck in the communicator.
-__attribute__((visibility("default"))) size_t ncclpyHostWhoIsMissing(ncclComm_t handle, char* buffer, size_t size) {
+__attribute__((visibility("default"))) size_t ncclpyHostStragglers(ncclComm_t handle, char* buffer, size_t size) {
   const std::string before = last_error();
   std::string text;
-  guarded("ncclpyHostWhoIsMissing", [&] {
+  guarded("ncclpyHostStragglers", [&] {
     std::shared_ptr<Comm> comm;
-    NCCLPY_TRY(look_up(handle, "ncclpyHostWhoIsMissing", &comm));
+    NCCLPY_TRY(look_up(handle, "ncclpyHostStragglers", &comm));
     text = straggler_report(*comm);
     return ncclSuccess;
   });

@@ -30,7 +30,7 @@ void enter_segment(const std::shared_ptr<Comm>& comm) {
   Segment& segment = *comm->segment;
   std::lock_guard lock(segment.mutex);
   segment.local.push_back(comm);
-  comm->counted = true;
+  comm->in_local_list = true;
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
     std::lock_guard lock(segment->mutex);
     // A communicator that was never complete is not counted, and one that is destroyed twice in a group only once.
     // Otherwise local_departed would reach the number of communicators while one of them is still in use.
-    if (!std::exchange(comm->counted, false)) return;
+    if (!std::exchange(comm->in_local_list, false)) return;
     if (++segment->local_departed < segment->local.size()) return;
     all.swap(segment->local);
     segment->local_departed = 0;

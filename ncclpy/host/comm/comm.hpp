@@ -89,7 +89,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   uint64_t grown = 0;                         // number of grows; guarded by control
   bool finalized = false;
   bool disconnected = false;  // finalised or revoked: NCCL then asks no peer to deregister, see check_deregister()
-  bool counted = false;  // this communicator is in segment->local; guarded by segment->mutex
+  bool in_local_list = false;  // this communicator is in segment->local; guarded by segment->mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 
   // State of the stream tasks, handed from one task to the next in the order of issue.

@@ -277,7 +277,7 @@ IdRendezvous::~IdRendezvous() {
   if (mapping_ != nullptr) munmap(mapping_, table_bytes);
 }
 
-ncclResult_t IdRendezvous::over(Phase phase) const {
+ncclResult_t IdRendezvous::error_of_ended_id(Phase phase) const {
   if (phase != Phase::given_up) return used_up();
   return fail(ncclInvalidUsage,
               "this unique id leads nowhere: a rank that had joined with it gave up, or was aborted, before all had "
@@ -320,7 +320,7 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
   const bool same = (entry_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
   if (!ours || !same || phase == Phase::unused) return used_up();
   word_ = with(word_, Phase::offered);
-  if (phase >= Phase::served) return over(phase);
+  if (phase >= Phase::served) return error_of_ended_id(phase);
   return ncclSuccess;
 }
 
@@ -354,7 +354,7 @@ ncclResult_t IdRendezvous::open(int nranks, size_t bytes, int* memory, bool* fir
         return ncclSuccess;
       case Phase::unused:
       case Phase::served:
-      case Phase::given_up: return over(phase_of(now));
+      case Phase::given_up: return error_of_ended_id(phase_of(now));
     }
     return used_up();
   }

@@ -82,7 +82,7 @@ class IdRendezvous {
   const unsigned char* nonce() const { return nonce_; }
 
  private:
-  ncclResult_t over(Phase phase) const;
+  ncclResult_t error_of_ended_id(Phase phase) const;
   ncclResult_t create_memory(int nranks, size_t bytes);
   ncclResult_t open_shared_memory(uint64_t word, int nranks, size_t bytes);
 

@@ -20,12 +20,12 @@ FLOAT32 = 7
 @pytest.fixture
 def who(nccl):
     """Return a function that returns the host engine's report on a communicator."""
-    nccl.library.ncclpyHostWhoIsMissing.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-    nccl.library.ncclpyHostWhoIsMissing.restype = ctypes.c_size_t
+    nccl.library.ncclpyHostStragglers.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    nccl.library.ncclpyHostStragglers.restype = ctypes.c_size_t
 
     def ask(comm, size=4096):
         text = ctypes.create_string_buffer(size)
-        length = nccl.library.ncclpyHostWhoIsMissing(comm, text, size)
+        length = nccl.library.ncclpyHostStragglers(comm, text, size)
         assert len(text.value) == min(length, size - 1)
         return text.value.decode()
 

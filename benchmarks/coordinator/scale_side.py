@@ -50,7 +50,7 @@ class _Ranks:
             for other, arrives in going:
                 order += 1
                 heapq.heappush(coming, (clocks[rank], order, other, arrives))
-            if node.told():
+            if node.records():
                 heard[rank] = clocks[rank]
 
         for rank, node in enumerate(self.nodes):

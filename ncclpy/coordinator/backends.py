@@ -87,7 +87,7 @@ class DataBackend(Protocol):
         """Return the device of this rank."""
 
     @property
-    def for_devices(self) -> bool:
+    def accepts_device_arrays(self) -> bool:
         """Return whether it accepts arrays in device memory."""
 
     def plane(self) -> DataPlane:
@@ -129,7 +129,7 @@ class GroupBackend:
         Called by `end`, with its `orderly`.
     """
 
-    for_devices = True
+    accepts_device_arrays = True
 
     def __init__(self, group: ProcessGroup, on_end: Callable[[bool], None] = lambda orderly: None) -> None:
         self._group, self._on_end = group, on_end
@@ -166,7 +166,7 @@ class SplitBackend:
         The two backends, of the same ranks.
     """
 
-    for_devices = True
+    accepts_device_arrays = True
 
     def __init__(self, devices: DataBackend, host: DataBackend) -> None:
         self._devices, self._host = devices, host

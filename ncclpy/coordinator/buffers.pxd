@@ -8,7 +8,7 @@ from ncclpy.engine.work cimport Work
 
 
 # Whether arrays in CPU memory must be copied to the device; the copies then have streams of their own.
-cdef bint copies_apart() noexcept
+cdef bint must_copy_to_device() noexcept
 
 
 # One array's part in an operation.
@@ -58,9 +58,11 @@ cdef class Copier:
     cdef readonly int device
     cdef CUfunction function  # NULL for none: each copy is then a driver call
 
-    # Enqueue copies into a slot (`inwards`) or out of it; `together`: the device can address the memory of all arrays,
-    # so one kernel may make many copies.
-    cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil
+    # Enqueue copies into a slot (`inwards`) or out of it; `addressable`: the device can address the memory of all
+    # arrays, so one kernel may make many copies.
+    cdef CUresult run(
+        self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint addressable, CUstream stream
+    ) noexcept nogil
     cdef CUresult _launch(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, CUstream stream) noexcept nogil
 
 
@@ -112,7 +114,7 @@ cdef class FusedLaunch(LaunchGroup):
     cdef Ending ending
     cdef Handle comm
     cdef Work inner
-    cdef CUstream before, behind  # the streams of the copies in, and of the copies out
+    cdef CUstream in_stream, out_stream  # the streams of the copies in, and of the copies out
     cdef bint waits  # copy_out waits until the launch is over: it copies to CPU memory that the device cannot address
     cdef size_t unsettled  # how many works are not done
     cdef Copier copier
@@ -121,7 +123,7 @@ cdef class FusedLaunch(LaunchGroup):
     cdef size_t capacity
     cdef Producer* producers
     cdef size_t nproducers
-    cdef bint together  # the device can address all of the copied memory
+    cdef bint addressable  # the device can address all of the copied memory
     cdef readonly object kept  # a list of memory with the identity, kept until the launch is over
 
     # Add an array to the next copies, in or out.
@@ -133,5 +135,6 @@ cdef class FusedLaunch(LaunchGroup):
 
 
 cdef FusedLaunch new_fused_launch(
-    FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+    FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint addressable, CUstream in_stream,
+    CUstream out_stream
 )

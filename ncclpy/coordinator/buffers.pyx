@@ -48,23 +48,23 @@ KINDS = {
     "reduce_scatter": REDUCE_SCATTER,
 }
 
-cdef bint _as_on_gpus = False
+cdef bint _copies_forced = False
 
 
-cdef bint copies_apart() noexcept:
-    return _as_on_gpus or not host_engine
+cdef bint must_copy_to_device() noexcept:
+    return _copies_forced or not host_engine
 
 
-def work_as_on_gpus(bint wanted=True):
+def force_copies_to_device(bint wanted=True):
     """Have the host engine copy CPU memory to its devices, as is necessary with GPUs, so that this can be tested."""
-    global _as_on_gpus
-    _as_on_gpus = wanted
+    global _copies_forced
+    _copies_forced = wanted
 
 
-def is_as_on_gpus():
+def copies_to_device():
     """Return whether CPU memory is copied to devices."""
     require_driver()
-    return copies_apart()
+    return must_copy_to_device()
 
 
 def memory_of(array):
@@ -159,7 +159,7 @@ cdef class TensorEntry:
         return 0
 
     cdef bint is_staged(self) noexcept:
-        return self.view.device == HOST_MEMORY and self.array is not None and copies_apart()
+        return self.view.device == HOST_MEMORY and self.array is not None and must_copy_to_device()
 
     @property
     def dtype(self):
@@ -352,16 +352,18 @@ cdef Copier copier_of(int device):
 cdef class Copier:
     """Make copies on one device; its context must be current."""
 
-    cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint together, CUstream stream) noexcept nogil:
+    cdef CUresult run(
+        self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint addressable, CUstream stream
+    ) noexcept nogil:
         """Enqueue copies into a slot (`inwards`) or out of it.
 
-        If `together`, the device can address the memory, and one kernel makes many copies. Pageable memory needs a
+        If `addressable`, the device can address the memory, and one kernel makes many copies. Pageable memory needs a
         driver call for each copy.
         """
         cdef size_t i, begin = 0
         cdef uintptr_t place
         cdef CUresult result = CUDA_SUCCESS
-        if self.function != NULL and together:
+        if self.function != NULL and addressable:
             while begin < count and result == CUDA_SUCCESS:
                 i = min(count - begin, <size_t>MOST)
                 result = self._launch(copies + begin, i, slot, inwards, stream)
@@ -481,11 +483,12 @@ cdef class Ending:
 
 
 cdef FusedLaunch new_fused_launch(
-    FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+    FusionBuffer slot, Ending ending, Handle comm, Copier copier, bint addressable, CUstream in_stream,
+    CUstream out_stream
 ):
     cdef FusedLaunch fused = FusedLaunch.__new__(FusedLaunch)
-    fused.slot, fused.ending, fused.comm, fused.before, fused.behind = slot, ending, comm, before, behind
-    fused.copier, fused.together = copier, together
+    fused.slot, fused.ending, fused.comm, fused.in_stream = slot, ending, comm, in_stream
+    fused.out_stream, fused.copier, fused.addressable = out_stream, copier, addressable
     fused.works, fused.kept = [], []
     return fused
 
@@ -549,7 +552,7 @@ cdef class FusedLaunch(LaunchGroup):
                 if result != CUDA_SUCCESS:
                     break
             if result == CUDA_SUCCESS:
-                result = self.copier.run(self.copies, self.count, self.slot.pointer, True, self.together, stream)
+                result = self.copier.run(self.copies, self.count, self.slot.pointer, True, self.addressable, stream)
         leave_device(saved)
         self.count = self.nproducers = 0
         return check_driver(result, b"cuMemcpyAsync")
@@ -576,11 +579,11 @@ cdef class FusedLaunch(LaunchGroup):
         cdef double moment
         cdef CUcontext saved
         cdef bint failed
-        cdef CUstream stream = self.behind
+        cdef CUstream stream = self.out_stream
         self.inner._wait_for(LAUNCHED, FOREVER)
         failed = load(&self.inner.phase) == FAILED
         if failed:  # copies in may still run: the works hold their inputs until these end
-            stream = self.before
+            stream = self.in_stream
         works = list(self.works)  # the thread that settles the last one empties self.works
         n = len(works)
         watched = <Watched*>malloc((n + 1) * sizeof(Watched))
@@ -611,7 +614,7 @@ cdef class FusedLaunch(LaunchGroup):
                 if self.inner.done != NULL and stream != self.inner.stream and not failed:  # NULL: all parts are empty
                     result = driver.cuStreamWaitEvent(stream, self.inner.done, CU_EVENT_WAIT_DEFAULT)
                 if result == CUDA_SUCCESS and not failed:
-                    result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.together, stream)
+                    result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.addressable, stream)
                 if result == CUDA_SUCCESS:
                     result = driver.cuEventRecord(shared.event, stream)
                 for i in range(n):

@@ -124,7 +124,7 @@ cdef extern from "native/node.hpp" namespace "ncclpy::coordinator" nogil:
         void lost_parent(uint32_t, const string&) except +
         deque[string] up
         deque[string] down
-        deque[vector[Record]] told
+        deque[vector[Record]] records
         double look(double) except +
         void settle() except +
         cbool pending()
@@ -357,7 +357,7 @@ cdef class Control:
         return 0
 
     def bring(
-        self, uint32_t group, bytes key not None, bytes fixed not None, bytes own not None, bint joinable, list sent=None
+        self, uint32_t group, bytes key not None, bytes fixed not None, bytes own not None, bint joinable
     ):
         """Bring an operation; `next` returns the response.
 
@@ -373,9 +373,6 @@ cdef class Control:
             This rank's own data, which all ranks receive.
         joinable : bool
             Whether the operation is defined if ranks have joined.
-        sent : list, optional
-            Gets an entry once the operation is brought. If a signal handler raises after that, the call seems to have
-            failed although the operation is brought.
         """
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
@@ -387,8 +384,6 @@ cdef class Control:
                 brought = self.control.get().bring(group, name, same, mine, joinable)
         if brought != Brought.taken:
             _check(brought, repr(key.decode(errors="replace")))
-        elif sent is not None:
-            sent.append(True)
 
     def define(self, tuple ranks not None):
         """Bring a new process set, of which this rank is a member."""
@@ -558,10 +553,10 @@ cdef class Node:
         self.node.down.clear()
         return frames
 
-    def told(self):
+    def records(self):
         """Remove and return the records for this rank, frame by frame."""
-        frames = [_records(frame) for frame in self.node.told]
-        self.node.told.clear()
+        frames = [_records(frame) for frame in self.node.records]
+        self.node.records.clear()
         return frames
 
     def pending(self):

@@ -20,13 +20,13 @@ from ncclpy.coordinator import session as _session
 from ncclpy.coordinator.backends import DataBackend, GroupBackend, SplitBackend
 from ncclpy.coordinator.data_plane import (
     OVER_STORE,
-    aside,
     child_of,
     engine_name,
+    epoch_of,
     error_of,
     give_up,
     group_over,
-    number_of,
+    run_in_callback_thread,
     store_of,
     tell_unmade,
 )
@@ -150,7 +150,7 @@ class Coordinator(Operations):
 
     def _begin(self) -> None:
         """Meet the other ranks that the transport has now, and begin a session."""
-        epoch = None if self._group is None else number_of(self._group)
+        epoch = None if self._group is None else epoch_of(self._group)
         if self._path is not None and self._timeline is None:
             rank = self._group.rank if self._group is not None else self._store_place[1]
             self._timeline = _timeline_at(self._path, rank)
@@ -225,10 +225,10 @@ class Coordinator(Operations):
         """Return the current session; begin a new one if the group has continued with other ranks."""
         if os.getpid() != self._process:
             raise RuntimeError("this process is a fork: the Coordinator belongs to its parent; make a new one here")
-        if self._group is None or number_of(self._group) == self._epoch or self._is_closed:
+        if self._group is None or epoch_of(self._group) == self._epoch or self._is_closed:
             return self._session
         with self._renewal_lock:
-            if number_of(self._group) != self._epoch:
+            if epoch_of(self._group) != self._epoch:
                 self._session.fail_all_ranks(RuntimeError("its process group continues with other ranks"))
                 self._session.wait_until_over(_TIMEOUT)
                 self._begin()
@@ -518,7 +518,7 @@ def _finish(timeline: Timeline | None) -> None:
     if timeline is None:
         return
     drained = threading.Event()
-    aside(drained.set)  # queued behind those callbacks
+    run_in_callback_thread(drained.set)  # queued behind those callbacks
     drained.wait(_TIMELINE_TIMEOUT)
     timeline.close()
 

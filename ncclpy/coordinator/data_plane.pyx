@@ -12,7 +12,8 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
 from ncclpy.coordinator.buffers cimport (
-    COPY_WAIT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, copies_apart, new_fused_launch,
+    COPY_WAIT, TensorEntry, FusedLaunch, Copier, Ending, FusionBuffer, copier_of, must_copy_to_device,
+    new_fused_launch,
 )
 from ncclpy.core.arguments.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
@@ -259,7 +260,7 @@ def store_of(ProcessGroup group not None):
     return group.meeting_store()
 
 
-def number_of(ProcessGroup group not None):
+def epoch_of(ProcessGroup group not None):
     """Return a group's current number, which changes each time that the group continues with other ranks."""
     return group.epoch()
 
@@ -295,11 +296,6 @@ def holds(double factor, int datatype):
     return encoded(abs(factor), kind, "factor") not in (infinite, bytes(0 if factor == 0 else kind.itemsize))
 
 
-def is_float(int datatype):
-    """Return whether a data type has fractions, so that it can be scaled."""
-    return DataType(datatype) in _FLOATS
-
-
 cdef class DataPlane:
     """One rank's data plane in a process set, over the communicator of a process group.
 
@@ -332,7 +328,8 @@ cdef class DataPlane:
         self.unfinished = deque()
         self.ending = Ending()
         self.connection = group.main_connection()
-        if copies_apart():  # now: a later allocation may wait for launches of local ranks, and these for this rank
+        # Now: a later allocation may wait for launches of local ranks, and these for this rank.
+        if must_copy_to_device():
             self._make_slots(_INITIAL_BYTES)
 
     def is_settled(self):
@@ -452,7 +449,7 @@ cdef class DataPlane:
         o.send = o.recv = <void*>fused.slot.pointer
         self._plain(fused.inner, &o)
         fused.add(brought.view.pointer, 0, brought.view.nbytes)
-        fused.waits = not fused.together
+        fused.waits = not fused.addressable
         return fused
 
     def gather(self, TensorEntry brought not None, counts, result):
@@ -554,7 +551,7 @@ cdef class DataPlane:
         for (brought, _), place in zip(members, offsets, strict=True):
             if brought is not None:
                 fused.add(brought.view.pointer, place, brought.view.nbytes)
-                fused.waits = fused.waits or (brought.view.device == HOST_MEMORY and not fused.together)
+                fused.waits = fused.waits or (brought.view.device == HOST_MEMORY and not fused.addressable)
         return fused
 
     # Fusion buffers.
@@ -567,7 +564,7 @@ cdef class DataPlane:
         pattern = np.frombuffer(element * count, np.uint8)
         read_view(pattern, &view, "identity")
         fused.kept.append(pattern)
-        fused.together = host_engine
+        fused.addressable = host_engine
         return fused.add(view.pointer, place, view.nbytes)
 
     cdef CUstream _copy_in_stream(self) except? NULL:
@@ -583,7 +580,7 @@ cdef class DataPlane:
     cdef int _streams(self) except -1:
         # On the host engine the CPU makes the copies and the launch: a second stream gains nothing, and a thread that
         # waits for a work can execute what is queued on its stream.
-        if self.streams is None and copies_apart():
+        if self.streams is None and must_copy_to_device():
             self.streams = Stream(self.device), Stream(self.device)
         return 0
 
@@ -595,8 +592,8 @@ cdef class DataPlane:
                 slot.take(nbytes, self._copy_in_stream())
         return 0
 
-    cdef FusedLaunch _next_fused_launch(self, size_t nbytes, bint together):
-        """Return a launch through the next slot; `together`: the device can address the copied memory."""
+    cdef FusedLaunch _next_fused_launch(self, size_t nbytes, bint addressable):
+        """Return a launch through the next slot; `addressable`: the device can address the copied memory."""
         cdef FusionBuffer slot
         if not self.slots:
             self._make_slots(0)
@@ -604,7 +601,7 @@ cdef class DataPlane:
         self.turn = (self.turn + 1) % len(self.slots)
         slot.take(max(<size_t>1, nbytes), self._copy_in_stream())
         fused = new_fused_launch(
-            slot, self.ending, self._comm(), self.copier, together, self._copy_in_stream(), self._copy_out_stream()
+            slot, self.ending, self._comm(), self.copier, addressable, self._copy_in_stream(), self._copy_out_stream()
         )
         while self.unfinished and self.unfinished[0].is_over():
             self.unfinished.popleft()
@@ -670,7 +667,7 @@ cdef class DataPlane:
         read_view(result, &view, "result")
         place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         fused.add(view.pointer, place, view.nbytes)
-        fused.waits = not fused.together
+        fused.waits = not fused.addressable
         brought.work.held = (brought.array, result)
         return fused
 
@@ -721,6 +718,6 @@ cdef class DataPlane:
                     _device.free(scratch)
 
 
-def aside(task):
+def run_in_callback_thread(task):
     """Call `task()` in a thread for users' callbacks."""
     user_executor.submit(task)

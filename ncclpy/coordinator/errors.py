@@ -12,8 +12,8 @@ from ncclpy.errors import (
     NcclRemoteError,
     NcclTimeout,
     deliver,
-    ranks,
     peer_error_class,
+    ranks,
     seconds,
     spans,
 )

@@ -46,7 +46,7 @@ cdef class ProcessSetWorker:
     cdef public object plane
     cdef readonly object host_plane
     cdef public bint closing
-    cdef bint for_devices
+    cdef bint accepts_device_arrays
     cdef bint staged
     cdef long long fusion_bytes
     cdef long long large

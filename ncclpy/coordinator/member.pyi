@@ -66,7 +66,7 @@ class ProcessSetWorker:
         on_error: Callable[[BaseException], object],
         cache: int,
         host_plane: DataPlane | None = None,
-        for_devices: bool = True,
+        accepts_device_arrays: bool = True,
         on_launch: Callable[[Sequence[Any], bool], object] | None = None,
     ) -> None: ...
     @property

@@ -178,7 +178,7 @@ cdef class ProcessSetWorker:
         How many names, or groups of names, are remembered.
     host_plane : DataPlane, optional
         The data plane of arrays in CPU memory, if `plane` is only for arrays in device memory.
-    for_devices : bool
+    accepts_device_arrays : bool
         Whether arrays in device memory are accepted.
     on_launch : callable, optional
         ``on_launch(parts, fused)`` is called with arrays that are launched together.
@@ -191,13 +191,13 @@ cdef class ProcessSetWorker:
 
     def __init__(
         self, Pending pending not None, plane, long long fusion_bytes, bint staged, OperationStats counts not None, on_error,
-        Py_ssize_t cache, host_plane=None, bint for_devices=True, on_launch=None
+        Py_ssize_t cache, host_plane=None, bint accepts_device_arrays=True, on_launch=None
     ):
         self.pending, self.label = pending, pending.label
         self.number, self.ranks, self.rank, self.size = (
             pending.number, pending.members, pending.rank, len(pending.members)
         )
-        self.plane, self.host_plane, self.for_devices = plane, host_plane, for_devices
+        self.plane, self.host_plane, self.accepts_device_arrays = plane, host_plane, accepts_device_arrays
         self.fusion_bytes = min(fusion_bytes, _TOGETHER_ON_DEVICES) if staged else fusion_bytes
         self.staged = staged and host_plane is None
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
@@ -230,7 +230,7 @@ cdef class ProcessSetWorker:
         """
         if self.closing:
             raise ValueError(f"{self.label} is closed on this rank. Nothing of this call was sent")
-        if not self.for_devices and any(part.on_device for part in call.parts):
+        if not self.accepts_device_arrays and any(part.on_device for part in call.parts):
             raise ValueError(
                 f"array: {call.names[0]!r} is in device memory, and MPI carries the data of this coordinator, which "
                 "takes CPU memory. Nothing of this call was sent"

@@ -15,9 +15,9 @@ from ncclpy.bootstrap.place import machine
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import connections, errors
 from ncclpy.coordinator.backends import DataBackend
-from ncclpy.coordinator.buffers import is_as_on_gpus
+from ncclpy.coordinator.buffers import copies_to_device
 from ncclpy.coordinator.control import SETS, AlreadyAsked, ranks_of_set
-from ncclpy.coordinator.data_plane import aside
+from ncclpy.coordinator.data_plane import run_in_callback_thread
 from ncclpy.coordinator.keys import BEGINNING, LEAVING, SET_END, key_of, names_of, shown
 from ncclpy.coordinator.member import OperationStats, ProcessSetWorker, SubmitGate, Submitter
 from ncclpy.coordinator.plan import Pending, Ready
@@ -158,7 +158,7 @@ class Session:
         self.unfinished: list[str] = []  # names of the operations that were pending when the session ended
         self.failures: list[BaseException] = []  # the error with which the unfinished operations have failed
         self._cause: BaseException | None = None  # what ended the data backend before the session had begun
-        self._staged = is_as_on_gpus()
+        self._staged = copies_to_device()
         self._gate = SubmitGate()
         self._gate.timeline = timeline
         self._members = {0: self._member(0, tuple(range(self.size)), backend)}
@@ -170,8 +170,8 @@ class Session:
         pending = Pending(label, members.index(self.rank), members, number)
         pending.have = self._control.have
         made = ProcessSetWorker(
-            pending, backend.plane(), self._options.fusion_bytes, self._staged and backend.for_devices, self._counts,
-            self.fail_all_ranks, self._options.cache, backend.host_plane(), backend.for_devices,
+            pending, backend.plane(), self._options.fusion_bytes, self._staged and backend.accepts_device_arrays,
+            self._counts, self.fail_all_ranks, self._options.cache, backend.host_plane(), backend.accepts_device_arrays,
             None if self._gate.timeline is None else self._gate.timeline.launched,
         )  # fmt: skip
         backend.on_abort(self.fail_all_ranks)
@@ -560,7 +560,7 @@ class Session:
             what = "operation" if key in _OWN_KEYS else _what(fixed)
             where += f", process set {number}" if number else ""
         # In another thread: a logger's handlers are the user's code, and finding similar names takes time.
-        aside(partial(_warn, where, what, key, have, missing, waited, near))
+        run_in_callback_thread(partial(_warn, where, what, key, have, missing, waited, near))
 
     def _all_joined(self, last: int) -> None:
         with self._lock:

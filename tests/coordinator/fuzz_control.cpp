@@ -73,7 +73,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
     node.up.clear();
     node.down.clear();
-    node.told.clear();
+    node.records.clear();
   }
   return 0;
 }

@@ -26,7 +26,7 @@ class Net:
             for rank in range(size)
         ]
         self.up, self.down = ([[] for _ in range(size)] for _ in "ud")
-        self.told = [[] for _ in range(size)]
+        self.records = [[] for _ in range(size)]
 
     def below(self, rank):
         return tuple(sorted([rank, *(each for child in self.children[rank] for each in self.below(child))]))
@@ -37,7 +37,7 @@ class Net:
         frames = node.down()
         for child in self.children[rank]:
             self.down[child] += frames
-        self.told[rank] += node.told()
+        self.records[rank] += node.records()
 
     def deliver(self):
         """Deliver one frame; return whether there was one."""
@@ -96,7 +96,7 @@ class Program:
         return self.plan[name, turn]
 
     def hear(self, rank):
-        for frame in self.net.told[rank]:
+        for frame in self.net.records[rank]:
             runs = set()
             for record in frame:
                 self.heard[rank].append(record)
@@ -110,7 +110,7 @@ class Program:
                 if kind == "ended":
                     self.over[rank] = record
             self.owed[rank] += runs
-        self.net.told[rank].clear()
+        self.net.records[rank].clear()
 
     def moves(self):
         """Return the possible moves of the ranks."""

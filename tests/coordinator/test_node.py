@@ -84,11 +84,11 @@ def test_operation_takes_few_bytes_in_steady_state():
         root.launched(0)
         for frame in root.down():
             leaf.from_parent(frame)
-        heard = [record[2] for frame in root.told() for record in frame]
+        heard = [record[2] for frame in root.records() for record in frame]
         root.launched(0)
         for frame in root.down():
             leaf.from_parent(frame)
-        heard += [record[2] for frame in root.told() for record in frame]
+        heard += [record[2] for frame in root.records() for record in frame]
         assert sorted(heard) == sorted(names)
         root.launched(0)
         sizes.append(sent)
@@ -127,12 +127,12 @@ def test_root_reports_stalls_and_ends_overdue_operations():
     for node in (leaf, middle, root):
         node.look(0.5)
     exchange(0.5)
-    assert root.told() == []
+    assert root.records() == []
     for node in (leaf, middle, root):
         node.look(2.0)
     exchange(2.0)
     root.look(2.0)
-    told = [record for frame in root.told() for record in frame]
+    told = [record for frame in root.records() for record in frame]
     x, y = sorted(told, key=lambda record: record[2])
     assert x[:6] == ("stalled", 0, b"x", b"A", (2,), (0, 1)) and x[6] == pytest.approx(2, abs=0.1)
     assert y[:6] == ("stalled", 0, b"y", b"B", (0,), (1, 2)) and (b"y", (0,)) in x[7]
@@ -141,12 +141,12 @@ def test_root_reports_stalls_and_ends_overdue_operations():
     exchange(11.0)
     root.look(11.0)
     exchange(11.0)
-    heard = [[record for frame in node.told() for record in frame] for node in (root, middle, leaf)]
+    heard = [[record for frame in node.records() for record in frame] for node in (root, middle, leaf)]
     assert ("overdue", 0, b"x", b"A", (2,), (0, 1)) in heard[2]
     assert ("overdue", 0, b"y", b"B", (0,), (1, 2)) in heard[0]
     assert heard[1] == []  # it has brought neither, and gets each verdict when it brings the operation
     middle.bring(0, b"x", b"A")
-    assert middle.told() == [[("overdue", 0, b"x", b"A", (2,), (0, 1))]]
+    assert middle.records() == [[("overdue", 0, b"x", b"A", (2,), (0, 1))]]
     assert not leaf.pending() and not root.pending()
     assert middle.condemned() == 1  # y
 
@@ -161,17 +161,17 @@ def test_record_of_overdue_operations_is_bounded():
         root.look(20.0 * turn + 11)
         for frame in root.down():
             leaf.from_parent(frame, 20.0 * turn + 11)
-        root.told()
+        root.records()
         sizes.append(leaf.condemned())
     assert sizes[999] == 1000 and 1000 < sizes[-1] <= sizes[10_000] < 5000
     leaf.bring(0, b"19999", b"A")
-    assert leaf.told()[0][0][:3] == ("overdue", 0, b"19999") and leaf.condemned() == sizes[-1] - 1
+    assert leaf.records()[0][0][:3] == ("overdue", 0, b"19999") and leaf.condemned() == sizes[-1] - 1
     leaf.bring(0, b"0", b"A")
-    assert leaf.told() == [] and leaf.pending()
+    assert leaf.records() == [] and leaf.pending()
     root.bring(0, b"0", b"A")
     for frame in leaf.up():
         root.from_child(0, frame)
-    assert root.told()[-1][0][:3] == ("run", 0, b"0")
+    assert root.records()[-1][0][:3] == ("run", 0, b"0")
     long = bytes(1 << 20)
     for turn in range(3):
         root.bring(0, long + b"%d" % turn, b"A", time=1e6)
@@ -191,5 +191,5 @@ def test_stall_is_reported_repeatedly_with_longer_pauses():
     told = []
     for second in range(1, 64):
         root.look(float(second))
-        told += [second for frame in root.told() for record in frame if record[0] == "stalled"]
+        told += [second for frame in root.records() for record in frame if record[0] == "stalled"]
     assert told == [1, 3, 7, 15, 31, 63]

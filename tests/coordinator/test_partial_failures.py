@@ -77,15 +77,15 @@ def test_frame_that_crosses_overdue_verdict_belongs_to_old_operation():
     root.look(1.0)
     for frame in root.down():
         leaf.from_parent(frame, 1.0)
-    assert [[record[0] for record in frame] for frame in root.told() + leaf.told()] == [["overdue"], ["overdue"]]
+    assert [[record[0] for record in frame] for frame in root.records() + leaf.records()] == [["overdue"], ["overdue"]]
     for frame in late:
         root.from_child(0, frame, 1.1)
     root.bring(0, b"x", b"F", b"new 0", time=2.0)
-    assert root.told() == root.down() == []
+    assert root.records() == root.down() == []
     leaf.bring(0, b"x", b"F", b"new 1", time=2.0)
     for frame in leaf.up():
         root.from_child(0, frame, 2.0)
-    assert root.told() == [[("run", 0, b"x", b"F", (b"new 0", b"new 1"), ())]]
+    assert root.records() == [[("run", 0, b"x", b"F", (b"new 0", b"new 1"), ())]]
 
 
 def test_late_process_set_is_warned_of(caplog):

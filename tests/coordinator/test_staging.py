@@ -22,10 +22,10 @@ from ncclpy.coordinator import buffers
 
 
 @pytest.fixture(autouse=True)
-def as_on_gpus(host_engine):
-    buffers.work_as_on_gpus()
+def copies_forced(host_engine):
+    buffers.force_copies_to_device()
     yield
-    buffers.work_as_on_gpus(False)
+    buffers.force_copies_to_device(False)
 
 
 @pytest.mark.parametrize(

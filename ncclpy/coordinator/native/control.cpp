@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -235,10 +236,10 @@ void Control::flush(double time, bool attends) {
   }
   node_.up.clear();
   node_.down.clear();
-  if (!node_.told.empty()) {
+  if (!node_.records.empty()) {
     if (frames_.empty()) frames_since_ = time;
-    for (auto& frame : node_.told) frames_.push_back(std::move(frame));
-    node_.told.clear();
+    for (auto& frame : node_.records) frames_.push_back(std::move(frame));
+    node_.records.clear();
     has_records = true;
   }
   if (has_records || node_.ended()) {

@@ -67,7 +67,7 @@ Brought Node::bring(uint32_t group, std::string key, std::string fixed, std::str
   if (mine_.count(name) != 0) return Brought::twice;
   ++counters.brought;
   if (Record condemned; condemned_.size() > 0 && condemned_.take(name, condemned)) {
-    told.push_back({std::move(condemned)});
+    records.push_back({std::move(condemned)});
     return Brought::taken;
   }
   const auto added = mine_.emplace(name, Mine{std::move(fixed), std::move(own), joinable}).first;

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -144,7 +145,7 @@ class Node {
   // Frames to send: upwards, and downwards to all children, in order.
   std::deque<std::string> up, down;
   // Records for this rank, by frames.
-  std::deque<std::vector<Record>> told;
+  std::deque<std::vector<Record>> records;
 
   // Reports operations that wait for long or are overdue; returns when to look again, or infinity.
   double look(double now);
@@ -258,7 +259,7 @@ class Node {
   std::vector<uint64_t> seen_;   // by children: the last frame that each has applied
   std::map<Name, uint64_t> done_;  // by operations that may be brought once more: the frame that has ended them
   std::map<uint32_t, std::deque<Name>> ready_;  // at the root: operations that all have brought, by sets
-  std::map<uint32_t, int> launching_;  // at the root: sets with operations of a frame that launched() has not reported
+  std::set<uint32_t> launching_;  // at the root: sets with operations of a frame that launched() has not reported
   double due_ = 0;                     // until then look() has nothing to report
   Writer up_, down_;
   Bits bits_up_, bits_down_;

@@ -385,7 +385,7 @@ double Node::look(double now) {
     next = std::min(next, one.warn);
     if (timeout_ > 0 && !one.overdue) next = std::min(next, one.since + timeout_);
   }
-  if (!waiting.empty()) told.push_back(std::move(waiting));
+  if (!waiting.empty()) records.push_back(std::move(waiting));
   for (const Name& name : late) {
     const Record record = stalled(name, entries_.at(name), now);
     Writer out;
@@ -420,8 +420,8 @@ void Node::end_frame() {
   if (telling_.empty()) return;
   if (place_.root)
     for (const Record& record : telling_)
-      if (record.kind == Kind::run) launching_[record.group] = 1;
-  told.push_back(std::move(telling_));
+      if (record.kind == Kind::run) launching_.insert(record.group);
+  records.push_back(std::move(telling_));
   telling_.clear();
 }
 

@@ -45,7 +45,7 @@ class MpiBackend:
         Called by `end`, with its `orderly`.
     """
 
-    for_devices = False
+    accepts_device_arrays = False
 
     def __init__(
         self,

@@ -171,8 +171,8 @@ class Session:
         pending.have = self._control.have
         made = ProcessSetWorker(
             pending, backend.plane(), self._options.fusion_bytes, self._staged and backend.accepts_device_arrays,
-            self._counts, self.fail_all_ranks, self._options.cache, backend.host_plane(), backend.accepts_device_arrays,
-            None if self._gate.timeline is None else self._gate.timeline.launched,
+            self._counts, self.fail_all_ranks, self._options.cache, backend.host_plane(),
+            backend.accepts_device_arrays, None if self._gate.timeline is None else self._gate.timeline.launched,
         )  # fmt: skip
         backend.on_abort(self.fail_all_ranks)
         return made

@@ -22,7 +22,7 @@ from ncclpy.errors import seconds as as_text
 from ncclpy.ownership import open_own, why_foreign
 from ncclpy.types import Need
 
-__all__ = ["process_before", "rendezvous", "rendezvous_of_job"]
+__all__ = ["earlier_process_state", "rendezvous", "rendezvous_of_job"]
 
 #: Connects to the store that torchrun serves; called with the address, the port and a timeout in seconds.
 _connect_to_torchrun: Need[[str | None, int | None, float], Store] = Need("connect_to_torchrun")
@@ -122,7 +122,7 @@ def rendezvous_of_job() -> RankRendezvous:
     return _job_rendezvous
 
 
-def process_before(rank: int) -> str:
+def earlier_process_state(rank: int) -> str:
     """Return what the launcher's store tells about a rank's process before it has made a group.
 
     That is ``"ended"``; ``"not_joined"`` if the process has not reached the store; else "". A caller should wait

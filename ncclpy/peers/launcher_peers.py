@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ncclpy.bootstrap.launched import process_before
+from ncclpy.bootstrap.launched import earlier_process_state
 from ncclpy.bootstrap.place import environment
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.rank_rendezvous import RankRendezvous
@@ -207,7 +207,7 @@ def describe_late(late: NcclTimeout) -> None:
         missing = [rank for rank in late.missing or () if isinstance(rank, int)]
         if not missing:
             return
-        known = {rank: process_before(rank) for rank in missing[:_MAX_CHECKED]}
+        known = {rank: earlier_process_state(rank) for rank in missing[:_MAX_CHECKED]}
         size = environment().size
         states = tuple(
             RankState(rank, (known.get(rank) or "unknown") if rank in missing else "running") for rank in range(size)

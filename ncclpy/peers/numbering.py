@@ -148,7 +148,7 @@ class Numbering:
         last = self._last(rank)[1]
         return last is not None and last.number >= number
 
-    def before(self, rank: int, number: int) -> str:
+    def earlier_process_state(self, rank: int, number: int) -> str:
         """Return the state of the process that made an earlier group as a rank: "ended", or "" if it may live."""
         last = self._last(rank)[1]
         return "ended" if last is not None and last.number < number and self.lives(last) is False else ""

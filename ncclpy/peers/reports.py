@@ -115,10 +115,10 @@ class Reports:
         if publication is not None:
             publication.close()
 
-    def publish(self, *, closed: bool = False, begun: Mapping[str, int] | None = None) -> None:
+    def publish(self, *, closed: bool = False, operation_counts: Mapping[str, int] | None = None) -> None:
         """Put this rank's status into the store, if it has changed and the store does not publish it.
 
-        `begun` is how many operations a rank that has `closed` has begun, by communicator.
+        `operation_counts` is how many operations a rank that has `closed` has begun, by communicator.
         """
         if closed:
             self.end()
@@ -128,7 +128,7 @@ class Reports:
         with self._write_lock:
             if closed:
                 self._closed = status["closed"] = True
-                status["begun"] = dict(begun or {})
+                status["begun"] = dict(operation_counts or {})
             elif self._closed:  # closed meanwhile: other ranks may have cleared this rank's keys away
                 return
             since = status.pop("since", None)  # not compared: the clock's resolution shows in it

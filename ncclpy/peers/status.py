@@ -418,10 +418,13 @@ class StatusService:
             with contextlib.suppress(StoreError):
                 watch.close()
 
-    def say_closed(self, begun: Mapping[str, int] | None = None) -> None:
-        """Publish that these ranks have left; `begun` is how many operations they have begun, by communicator."""
+    def say_closed(self, operation_counts: Mapping[str, int] | None = None) -> None:
+        """Publish that these ranks have left.
+
+        `operation_counts` is how many operations they have begun, by communicator.
+        """
         for each in self._reports:
-            each.publish(closed=True, begun=begun)
+            each.publish(closed=True, operation_counts=operation_counts)
 
     def forget(self) -> None:
         """Clear away all that the ranks have written through this service: all have left."""

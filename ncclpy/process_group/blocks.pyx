@@ -122,8 +122,8 @@ cdef class Block:
             self.request.add(operation)
         else:
             self.request.add_all(lowered)
-        if self.request.brought is not None:
-            self.request.brought.add(operation, lowered, view, self.rank, self.size, tag)
+        if self.request.call_signature is not None:
+            self.request.call_signature.add(operation, lowered, view, self.rank, self.size, tag)
         for i in range(before, self.request.count):
             self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's stream
         if not self.held:

@@ -40,7 +40,7 @@ cdef class Request:
     cdef size_t capacity
     cdef bint point_to_point  # all of its operations are sends and receives
     cdef Fingerprint call  # the fingerprint of a single call, not of a block
-    cdef CallSignature brought  # compared with the other ranks' signatures; None without `check`
+    cdef CallSignature call_signature  # compared with the other ranks' signatures; None without `check`
     cdef list expected  # with `check`, its messages that wait for their match: ((channel, number), peer, message)
     cdef double since  # the moment from which its limit counts while it is held; 0 until its communicator is made
     cdef Request partner  # of a message from this rank to itself: the request of the other half, once it is known
@@ -64,7 +64,8 @@ cdef class ConnectionOwner(SetOwner):
 cdef class Connection(CommunicatorSet):
     cdef readonly str label
     cdef str title
-    cdef tuple meet  # two callables: for the rendezvous, which returns the unique id, and for forgetting it
+    # Two callables: for the rendezvous, which returns the unique id, and for forgetting it.
+    cdef tuple rendezvous_calls
     cdef double limit  # seconds for the rendezvous and for making the communicator
     cdef long long epoch  # see `Lifecycle.number`
     cdef int peer  # of a pair: the peer's rank in the group; -1 for the communicator of all ranks
@@ -84,7 +85,7 @@ cdef class Connection(CommunicatorSet):
     cdef set overdue  # with on_error="report": weak references to failed works that the device may still run
 
     # The number of `overdue` works that are not over.
-    cdef Py_ssize_t late(self) except -1
+    cdef Py_ssize_t count_overdue(self) except -1
     # Whether a work on it is not over.
     cdef bint has_unsettled(self) except -1
     # How many operations wait for it or are under way on it.
@@ -97,7 +98,7 @@ cdef class Connection(CommunicatorSet):
     cdef int _check_wanted(self) except -1
     cdef int set_up(self, Communicator comm) except -1
     cdef int count_messages(self, Request request) except -1
-    cdef Launch take(self, Request request)
+    cdef Launch launch_or_queue(self, Request request)
     cdef Launch launch(self, Request request, bint here)
     cdef int _fill(self, Request request, object launch, double moment) except -1
 

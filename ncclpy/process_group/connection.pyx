@@ -249,7 +249,7 @@ cdef class Connection(CommunicatorSet):
         This rank in the communicator, and its number of ranks.
     site : str
         Where the group was made, for warnings.
-    meet : (callable, callable)
+rendezvous_calls : (callable, callable)
         The first runs the rendezvous of all ranks and returns the unique id; its arguments are seconds, and a callable
         that returns whether the communicator is still wanted. The second is called once the communicator is made.
     limit : float
@@ -257,12 +257,13 @@ cdef class Connection(CommunicatorSet):
     """
 
     def __init__(
-        self, ConnectionOwner owner not None, label, title, int peer, device, rank, nranks, site, meet, double limit
+        self, ConnectionOwner owner not None, label, title, int peer, device, rank, nranks, site, rendezvous_calls,
+        double limit
     ):
         CommunicatorSet.__init__(self, owner, label, (device,), (rank,), nranks, site)
         self.label = label
         self.title = title
-        self.meet = meet
+        self.rendezvous_calls = rendezvous_calls
         self.limit = limit
         self.peer = peer
         self.rank = rank
@@ -279,7 +280,7 @@ cdef class Connection(CommunicatorSet):
         cdef double deadline = deadline_after(self.limit)
         cdef Communicator comm
         try:
-            uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
+            uid = UniqueId.from_bytes(self.rendezvous_calls[0](self.limit, self._is_wanted))
             self.making = comm = Communicator.__new__(Communicator)
             comm.abort_state.readers_told = True  # the group raises its error in threads that read by a stream
             self._check_wanted()  # an abort before this line has not seen `making`
@@ -293,7 +294,7 @@ cdef class Connection(CommunicatorSet):
             error = failure
         self.owner.set_made(self, made, error)
         if error is None:
-            self.meet[1]()
+            self.rendezvous_calls[1]()
 
     cdef int set_up(self, Communicator comm) except -1:
         """Name a communicator that was made for this connection; from here on the monitor watches its deadlines."""
@@ -374,7 +375,7 @@ cdef class Connection(CommunicatorSet):
         self.settled.set()
         return 0
 
-    cdef Launch take(self, Request request):
+    cdef Launch launch_or_queue(self, Request request):
         """Launch a request, or keep it until the communicator is made; called with the owner's lock held.
 
         Return the launch if the caller has to make its calls without the lock, see `Launch.start`.
@@ -437,12 +438,12 @@ cdef class Connection(CommunicatorSet):
 
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         if self.report_only:
-            self.late()  # forgets works that are over
+            self.count_overdue()  # forgets works that are over
             self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # weak: works keep their results alive
         (<ConnectionOwner>self.owner).connection_failed(self, error)
         return 0 if self.report_only else CommunicatorSet.launch_failed(self, launch, error)
 
-    cdef Py_ssize_t late(self) except -1:
+    cdef Py_ssize_t count_overdue(self) except -1:
         cdef Work work
         for reference in list(self.overdue):
             work = reference()
@@ -454,14 +455,14 @@ cdef class Connection(CommunicatorSet):
         return bool(self.waiting or self.held or self.unsettled())
 
     cdef Py_ssize_t pending(self) except -1:
-        return len(self.waiting) + len(self.held) + len(self.launches) + self.late()
+        return len(self.waiting) + len(self.held) + len(self.launches) + self.count_overdue()
 
     cdef bint is_well(self) except -1:
         cdef Communicator comm
         for comm in self.comms:
             if comm.engine_failed or comm.peek() != ncclSuccess:
                 return False
-        return self.state == MADE and not self.late()
+        return self.state == MADE and not self.count_overdue()
 
     cdef int refuse(self) except -1:
         error = NcclAborted(

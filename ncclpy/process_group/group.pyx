@@ -8,8 +8,9 @@ from ncclpy.core.runtime.library cimport raise_if_forked
 from ncclpy.engine.work cimport Work
 from ncclpy.process_group.connection cimport Connection, Request, new_request
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.membership cimport new_membership
-from ncclpy.process_group.membership cimport bring, can_divide, connect_peers, disconnect, divide, wrong_colors
+from ncclpy.process_group.membership cimport (
+    can_divide, connect_peers, disconnect, divide, gather_split_arguments, new_membership, wrong_colors,
+)
 
 from ncclpy.core.lifecycle import device_of
 from ncclpy.errors import NcclError, NcclTimeout, deliver, not_copied
@@ -505,7 +506,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         name = f"{self.lifecycle.name}/{number}:{color}"
         refused = None
         try:
-            values = bring(self.lifecycle, number, mine)
+            values = gather_split_arguments(self.lifecycle, number, mine)
             refused = wrong_colors(self.lifecycle, values)
             if refused is None:
                 members, comm = divide(self.lifecycle, number, color, values, deadline)
@@ -691,7 +692,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         """
         cdef ProcessGroup group
         from ncclpy.bootstrap import rendezvous  # most groups need neither
-        from ncclpy.bootstrap.launched import process_before
+        from ncclpy.bootstrap.launched import earlier_process_state
 
         place, store = rendezvous(timeout)
         if device is None:
@@ -704,7 +705,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             store, place.rank, place.size, device=device, name=name, timeout=timeout, config=config, on_error=on_error,
             check=check, check_nan=check_nan, high_priority=high_priority, timing=timing,
         )
-        group.lifecycle.group_status.before = process_before
+        group.lifecycle.group_status.earlier_process_state = earlier_process_state
         return group
 
     @classmethod

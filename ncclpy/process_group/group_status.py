@@ -103,7 +103,7 @@ class GroupStatus(StatusService):
 
     Attributes
     ----------
-    before
+    earlier_process_state
         Called with a rank that has not made this group; returns the state of its process, as far as an earlier group
         knows it: ``"ended"``, ``"lost"`` or ``"stopped"``; else "".
     """
@@ -118,7 +118,7 @@ class GroupStatus(StatusService):
         look: Callable[[], dict[str, Any]],
         place: str | None = None,
     ) -> None:
-        self.before: Callable[[int], str] = _nothing_known
+        self.earlier_process_state: Callable[[int], str] = _nothing_known
         self._parent: tuple[GroupStatus, Sequence[int]] | None = None
         self._numbering: Numbering | None = None
         self.number = 1  # fixed at a `place`: a rank that makes the group there again after a failure finds the others
@@ -127,7 +127,7 @@ class GroupStatus(StatusService):
             self._numbering = _numbering_of(store, name, rank, size)
             self.number = self._numbering.enter()
             part = self._numbering.part(self.number)
-            self.before = self._before
+            self.earlier_process_state = self._earlier_process_state
         self._meetings: list[tuple[str, float]] = []  # rendezvous of all ranks that this rank is at, and since when
         self._joins: list[str] = []  # labels of communicators that this rank is at the rendezvous of
         self._threads: list[int] = []  # threads that are at a rendezvous
@@ -265,15 +265,15 @@ class GroupStatus(StatusService):
     def part_of(self, parent: GroupStatus, members: Sequence[int]) -> None:
         """Note that this group consists of `members` of a parent; a rank that has left the parent cannot take part."""
 
-        def before(rank: int) -> str:
+        def state_in_parent(rank: int) -> str:
             return parent.process_of(members[rank])
 
-        self.before, self._parent = before, (parent, members)
+        self.earlier_process_state, self._parent = state_in_parent, (parent, members)
 
     def process_of(self, rank: int) -> str:
         """Return the state of a rank's process if it is ended, lost or stopped; else ""."""
         if not self.rendezvous.has_joined(rank):
-            return self.before(rank)
+            return self.earlier_process_state(rank)
         state = self.reports.process_of(rank)
         return state if state in ("ended", "lost", "stopped") else ""
 
@@ -288,7 +288,9 @@ class GroupStatus(StatusService):
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
         """Collect as every service does; the state of a rank that has not made this group is from an earlier group."""
         return tuple(
-            replace(each, state=self.before(each.rank) or each.state) if each.state == "not_joined" else each
+            each
+            if each.state != "not_joined"
+            else replace(each, state=self.earlier_process_state(each.rank) or each.state)
             for each in super().collect(patience)
         )
 
@@ -296,9 +298,9 @@ class GroupStatus(StatusService):
         """Return whether a rank has made the group of this number."""
         return self._numbering is not None and self._numbering.has_made(rank, self.number)
 
-    def _before(self, rank: int) -> str:
-        """Return the state of the process that made an earlier group as a rank; see the attribute `before`."""
-        return "" if self._numbering is None else self._numbering.before(rank, self.number)
+    def _earlier_process_state(self, rank: int) -> str:
+        """Return the state of the process that made an earlier group as a rank; see `earlier_process_state`."""
+        return "" if self._numbering is None else self._numbering.earlier_process_state(rank, self.number)
 
     def listen(
         self,
@@ -435,16 +437,16 @@ class GroupStatus(StatusService):
         found = {rank: operations_before_close(self.store, rank) for rank in range(self.size) if rank != self.rank}
         return {rank: begun for rank, begun in found.items() if begun is not None}
 
-    def close(self, *, announce: bool = False, begun: Mapping[str, int] | None = None) -> None:
+    def close(self, *, announce: bool = False, operation_counts: Mapping[str, int] | None = None) -> None:
         """Stop listening; with `announce`, tell the others that this rank has closed the group.
 
-        `begun` is how many operations this rank has begun, by communicator.
+        `operation_counts` is how many operations this rank has begun, by communicator.
         """
         self.dump_entry.closed()
         super().close()
         if announce and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, nothing can be told
-                self.say_closed(begun)
+                self.say_closed(operation_counts)
                 self.store.add(_CLOSED_COUNT_KEY)
 
 

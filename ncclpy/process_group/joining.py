@@ -29,8 +29,8 @@ _ANSWER_TIMEOUT = 1.0
 class _JoinKeys:
     """The keys by which one group is joined.
 
-    The joining process sets ``asks`` (its request) and ``comes`` (its answer to the invitation); rank 0 of the group
-    sets ``invited`` and ``goes`` (the reply).
+    The joining process sets ``asks`` (its request) and ``answers`` (its answer to the invitation); rank 0 of the group
+    sets ``invited`` and ``replies`` (the reply).
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -42,7 +42,7 @@ class _JoinKeys:
 
     def forget(self, number: str) -> None:
         with contextlib.suppress(StoreError, NcclTimeout):
-            for what in ("asks", "invited", "comes", "goes"):
+            for what in ("asks", "invited", "answers", "replies"):
                 self.store.delete(self.key(what, number))
 
 
@@ -74,9 +74,9 @@ class Joiner(_JoinKeys):
         deadline = time.monotonic() + timeout
         try:
             self._await("invited", deadline, timeout)
-            self._put("comes", b"")
-            reply_packed = self._await("goes", deadline, timeout)
-            reply = decode(_unpack_reply, reply_packed, self.store, self.key("goes", self.number), 0)
+            self._put("answers", b"")
+            reply_packed = self._await("replies", deadline, timeout)
+            reply = decode(_unpack_reply, reply_packed, self.store, self.key("replies", self.number), 0)
         finally:
             self.forget(self.number)
         if "other" in reply:
@@ -142,7 +142,7 @@ class Admitter(_JoinKeys):
             return {}
         self.store.multi_set([(self.key("invited", number), b"") for number in numbers])
         deadline = time.monotonic() + min(timeout, _ANSWER_TIMEOUT)
-        answer_keys = [self.key("comes", number) for number in numbers]
+        answer_keys = [self.key("answers", number) for number in numbers]
         while wanted() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(NcclTimeout):
                 self.store.wait(answer_keys, min(_SLICE, left))
@@ -150,7 +150,7 @@ class Admitter(_JoinKeys):
         joiners = {}
         for number in numbers:
             request = self.store.compare_set(self.key("asks", number), None, None)[1]
-            if request is not None and self.store.check([self.key("comes", number)]):
+            if request is not None and self.store.check([self.key("answers", number)]):
                 try:
                     handle, joiner_check = decode(_unpack_request, request, self.store, self.key("asks", number))
                 except StoreDamaged as error:
@@ -177,4 +177,4 @@ class Admitter(_JoinKeys):
     def _tell(self, joiners: dict[str, str], what: object) -> None:
         for number in joiners:
             self.store.delete(self.key("asks", number))  # so no later admission invites this process
-            self.store.set(self.key("goes", number), json.dumps(what).encode())
+            self.store.set(self.key("replies", number), json.dumps(what).encode())

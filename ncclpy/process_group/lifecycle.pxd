@@ -97,7 +97,7 @@ cdef class Lifecycle:
     cdef int division_failed(self, Connection main, error) except -1
     # How many operations are under way on all communicators, and how many this rank has begun, by communicator.
     cdef Py_ssize_t pending(self) except -1
-    cdef dict begun(self)
+    cdef dict operation_counts(self)
     # Wait until no operation is under way; return False at the deadline.
     cdef bint drain(self, double deadline) except -1
 
@@ -155,7 +155,7 @@ cdef class PeerNews:
     cdef long long number
 
     cdef Lifecycle _group_if_current(self)
-    cdef bint _waits_for(self, Lifecycle group, int rank, begun_there) except -1
+    cdef bint _waits_for(self, Lifecycle group, int rank, counts_there) except -1
 
 
 # A number that no group has had.

@@ -44,7 +44,7 @@ from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 
 _log = logging.getLogger("ncclpy.process_group")
-_MAIN, _SPLIT = "all", "/split"  # label of the communicator of all ranks; key of splits in `Lifecycle.begun`
+_MAIN, _SPLIT = "all", "/split"  # label of the communicator of all ranks; key of splits in `operation_counts`
 #: Seconds to wait until the group's end is in the store: usually, and when this process is about to end.
 _TELL_TIMEOUT, _EXIT_TELL_TIMEOUT = 1.0, 3.0
 #: Seconds after which a rank that was stopped repeats its question to a store that did not answer.
@@ -706,7 +706,7 @@ cdef class Lifecycle:
             )
         return 0
 
-    cdef dict begun(self):
+    cdef dict operation_counts(self):
         """Return how many operations (by communicator), splits and messages of blocks (by peer) this rank began."""
         cdef Connection one
         counts = {_SPLIT: self.divided} if self.divided else {}
@@ -752,7 +752,7 @@ cdef class Lifecycle:
         pending_messages, self.pending_messages = self.pending_messages, None  # its thread still uses it until it ends
         if pending_messages is not None:
             pending_messages.wake()
-        self.group_status.close(announce=announce, begun=self.begun())
+        self.group_status.close(announce=announce, operation_counts=self.operation_counts())
         if collective_check is not None:
             collective_check.close()
         return 0
@@ -843,19 +843,19 @@ cdef class PeerNews:
         cdef Lifecycle group = self._group_if_current()
         if group is None or not group.pending():
             return
-        for rank, begun_there in group.group_status.closed_ranks().items():
-            if rank not in group.leavers and self._waits_for(group, rank, begun_there):
+        for rank, counts_there in group.group_status.closed_ranks().items():
+            if rank not in group.leavers and self._waits_for(group, rank, counts_there):
                 group.leavers = group.leavers | {rank}
                 self.gone(rank, "it has closed the group")
 
-    cdef bint _waits_for(self, Lifecycle group, int rank, begun_there) except -1:
-        """Return whether a split or an operation waits for a rank; `begun_there` counts what that rank has begun."""
+    cdef bint _waits_for(self, Lifecycle group, int rank, counts_there) except -1:
+        """Return whether a split or an operation waits for a rank; `counts_there` counts what that rank has begun."""
         cdef Connection one
-        begun_here = group.begun()
-        return group.dividing > begun_there.get(_SPLIT, 0) or any([
+        counts_here = group.operation_counts()
+        return group.dividing > counts_there.get(_SPLIT, 0) or any([
             one.pending() and rank in one.members and (
-                begun_here.get(one.label, 0) > begun_there.get(one.label, 0)
-                or one.messages.get(rank, 0) > begun_there.get(f"{one.label}/{group.rank}", 0)
+                counts_here.get(one.label, 0) > counts_there.get(one.label, 0)
+                or one.messages.get(rank, 0) > counts_there.get(f"{one.label}/{group.rank}", 0)
             )
             for one in list(group.connections.values())
         ])

@@ -51,7 +51,7 @@ cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
 cdef bint can_divide(Lifecycle group) except -1
 
 # Return what all ranks bring to the rendezvous of a split.
-cdef object bring(Lifecycle group, object number, list own)
+cdef object gather_split_arguments(Lifecycle group, object number, list own)
 
 # The text of the error if ranks have brought invalid colors; else None.
 cdef object wrong_colors(Lifecycle group, object values)

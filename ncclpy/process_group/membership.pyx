@@ -596,7 +596,7 @@ cdef bint can_divide(Lifecycle group) except -1:
     return main.state != MADE or main.is_well()
 
 
-cdef object bring(Lifecycle group, object number, list own):
+cdef object gather_split_arguments(Lifecycle group, object number, list own):
     """Return what all ranks bring to the rendezvous of this number: a color, a key, and what `can_divide` says."""
     try:
         return group.meet(f"split/{number}", own, group.timeout, _part_of)

@@ -584,8 +584,8 @@ cdef class Submission(BlockOwner):
         fill_fingerprint(&request.call, operation, view)
         if request.point_to_point and operation.root != group.rank:
             peer = operation.root
-        if request.brought is not None:
-            request.brought.add(operation, lowered, view, group.rank, group.size, tag)
+        if request.call_signature is not None:
+            request.call_signature.add(operation, lowered, view, group.rank, group.size, tag)
         try:
             if find_producer(view, work.device, producer, &stream):
                 if is_captured(stream, work.device):
@@ -629,7 +629,7 @@ cdef class Submission(BlockOwner):
         request = new_request(work, limit)
         request.epoch = group.number
         if group.collective_check is not None:
-            request.brought = new_call_signature()
+            request.call_signature = new_call_signature()
         return request
 
     cdef int submit(self, Connection connection, Request request) except -1:
@@ -656,7 +656,7 @@ cdef class Submission(BlockOwner):
                 if request is not None:
                     held = collective_check is not None and hold(group, connection, request)
                     if not held:
-                        inline_launch = connection.take(request)
+                        inline_launch = connection.launch_or_queue(request)
         finally:
             group.lock.leave()
             if compared:

@@ -156,11 +156,11 @@ def test_damaged_note_in_store_is_one_error_on_all_ranks(monkeypatch, kind):
     "end, junk, said",
     [
         (
-            "goes/000000000001",
+            "replies/000000000001",
             b'{"handles": 3}',
-            "what rank 0 has put under 'ncclpy/joining/default/goes/0+1'",
+            "what rank 0 has put under 'ncclpy/joining/default/replies/0+1'",
         ),
-        ("goes/000000000001", b'{"handles": [], "uuid": "x"}', "has admitted others, and not this process"),
+        ("replies/000000000001", b'{"handles": [], "uuid": "x"}', "has admitted others, and not this process"),
         ("asks/000000000001", b"\xff", "has not admitted this process: .* what a rank has put under"),
     ],
 )
@@ -176,7 +176,7 @@ def test_joiner_gets_error_of_damaged_value(end, junk, said):
                 )
             over.set()
             return
-        there = Damaged(store, end if "goes" in end else None, junk)
+        there = Damaged(store, end if "replies" in end else None, junk)
         with ncclpy.ProcessGroup(there, 0, 1, device=0, timeout=0.5) as group:
             while not over.wait(0.01):
                 try:

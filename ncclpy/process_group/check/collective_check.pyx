@@ -75,22 +75,22 @@ cdef class CollectiveCheck:
 
     cdef int close(self) except -1:
         exchange, self.exchange = self.exchange, None  # its memory is unmapped after the last wait in it
-        self.found = None
+        self.last_disagreement = None
         if exchange is not None:
             exchange.close()
         return 0
 
-    cdef int agree(self, long long number, CallSignature brought, double limit, object wanted) except -1:
-        cdef bytes calls = brought.calls, note = None
+    cdef int agree(self, long long number, CallSignature call_signature, double limit, object wanted) except -1:
+        cdef bytes calls = call_signature.calls, note = None
         cdef double deadline
         cdef int found
-        cdef bint ends = False, has_messages = len(brought.messages) > 0
+        cdef bint nccl_was_called = False, has_messages = len(call_signature.messages) > 0
         exchange = self.exchange
         if exchange is None:
             self.exchange = exchange = self._meet(wanted)
         # Only the two ranks of a message know it, so a call with messages is compared each time.
         if not self.first or has_messages or calls not in self.known:
-            note = brought.packed()
+            note = call_signature.packed()
             if exchange.too_long(note):
                 self._put_long(number, note)
         try:
@@ -117,7 +117,7 @@ cdef class CollectiveCheck:
                     )
                     late.missing = absent
                     raise late
-            text = None if found == 1 else self._disagreement(exchange, number, &ends)
+            text = None if found == 1 else self._disagreement(exchange, number, &nccl_was_called)
         except StoreDamaged:  # the other ranks find the same damage, so this rank is not marked as having left
             raise
         except BaseException:
@@ -125,12 +125,12 @@ cdef class CollectiveCheck:
                 exchange.leave(number, note)
             raise
         if text is not None:
-            self.ends = ends
-            self.found = NcclError(
+            self.nccl_was_called = nccl_was_called
+            self.last_disagreement = NcclError(
                 f"process group {self.name!r}: the ranks disagree on collective {number}: {text}. Rank {self.rank} has not "
                 "called NCCL", result=ncclInvalidUsage,
             )
-            raise self.found
+            raise self.last_disagreement
         if self.first and not has_messages:
             if len(self.known) >= _MAX_KNOWN:  # all ranks clear it at the same number
                 self.known.clear()
@@ -139,8 +139,8 @@ cdef class CollectiveCheck:
             self._forget_rendezvous()
         return 0
 
-    cdef str _disagreement(self, object exchange, long long number, bint* ends):
-        """Return how the ranks' calls differ, None if they agree; set `ends` if a rank has called NCCL already."""
+    cdef str _disagreement(self, object exchange, long long number, bint* nccl_was_called):
+        """Return how the ranks' calls differ, None if they agree; set `nccl_was_called` if a rank has called NCCL."""
         found = exchange.brought(number)
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:
@@ -151,13 +151,13 @@ cdef class CollectiveCheck:
             late.missing = left
             raise late
         if not exchange.shared:
-            ends[0] = exchange.passed()
+            nccl_was_called[0] = exchange.passed()
             return self._difference(found, number)
         notes = []
         by_digest = None
         for rank, note in enumerate(found):
             if note is None or type(note) is int:  # the rank is far ahead, or did not wait
-                ends[0] = True
+                nccl_was_called[0] = True
                 if by_digest is None:
                     by_digest = {shared_memory.digest(calls): known for calls, known in self.known.items()}
                 note = by_digest.get(note)

@@ -272,7 +272,7 @@ cdef class PendingMessages:
                     launched = True
                     others = any([one.held for one in group.connections.values()])
                     rings.expect(others)
-                    inline_launch = connection.take(request)
+                    inline_launch = connection.launch_or_queue(request)
             except BaseException as error:
                 failure = error
             finally:
@@ -449,7 +449,7 @@ cdef class PendingMessages:
                 route.forget(key)
             if error is None:
                 try:
-                    inline_launch = connection.take(request)
+                    inline_launch = connection.launch_or_queue(request)
                 except BaseException as failure:
                     error = failure
         launch_here(inline_launch)
@@ -487,7 +487,8 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
     cdef PendingMessages pending_messages = group.pending_messages
     cdef bint all_told = True
     cdef int channel, generation = 0
-    messages = request.brought.messages if request.point_to_point and request.brought is not None else None
+    cdef CallSignature signature = request.call_signature
+    messages = signature.messages if request.point_to_point and signature is not None else None
     if not messages and not connection.held:
         return False
     if messages:
@@ -590,12 +591,12 @@ cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection con
                 group.refuse_old()
             request.work.entry.group, request.work.entry.sequence = group.number, group.collectives
             request.work.entry.note(group.oplog.oplog)  # for this rank's status: it waits in this collective
-            collective_check.agree(group.collectives, request.brought, request.limit, wanted)
+            collective_check.agree(group.collectives, request.call_signature, request.limit, wanted)
         except NcclError as error:
             if request.epoch != group.number:
                 group.refuse_old()
             if group.is_ended():
-                if error is not collective_check.found:
+                if error is not collective_check.last_disagreement:
                     group.check_usable()  # raises what has ended the group
                 error.ranks = getattr(group.failure, "ranks", None)
                 add_sentence(error, where_called(request.work.entry))
@@ -618,10 +619,10 @@ cdef int agree(Lifecycle group, CollectiveCheck collective_check, Connection con
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     """Handle an error of a comparison as `on_error` says."""
     cdef CollectiveCheck collective_check = group.collective_check
-    cdef bint is_disagreement = error is collective_check.found
+    cdef bint is_disagreement = error is collective_check.last_disagreement
     # The group ends even with on_error="report" if a rank has called NCCL: its operation would stay on the device for
     # good. A disagreement needs no words from the inquiry: its text already says what all ranks bring.
-    if group.on_error != "report" or (is_disagreement and collective_check.ends):
+    if group.on_error != "report" or (is_disagreement and collective_check.nccl_was_called):
         group.fail(error, text_of(error), connection.epoch, with_inquiry=True, in_words=not is_disagreement)
         return 0
     group.explain_by(error, functools.partial(group.group_status.inquire_at, f"check/{group.collectives - 1}"), in_words=not is_disagreement)

@@ -15,7 +15,7 @@ from ncclpy.bootstrap.store_arguments import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.errors import NcclTimeout
 
-__all__ = ["Address", "as_host", "listen", "look_up", "loopback", "resolve", "shown"]
+__all__ = ["Address", "as_host", "is_loopback", "listen", "look_up", "resolve", "shown"]
 
 log = logging.getLogger("ncclpy")
 
@@ -143,7 +143,7 @@ def look_up(host: str, port: int, deadline: float) -> list[Address] | OSError | 
     return result[0]
 
 
-def loopback(address: Address) -> bool:
+def is_loopback(address: Address) -> bool:
     """Return whether only this machine can reach an address."""
     number = ipaddress.ip_address(address[1][0].partition("%")[0])
     number = getattr(number, "ipv4_mapped", None) or number

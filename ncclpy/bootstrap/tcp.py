@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from ncclpy.bootstrap import wire
-from ncclpy.bootstrap.address import listen, loopback, resolve, shown
+from ncclpy.bootstrap.address import is_loopback, listen, resolve, shown
 from ncclpy.bootstrap.handshake import connect
 from ncclpy.bootstrap.store import (
     MAX_VALUE,
@@ -42,7 +42,7 @@ OK, LATE, REFUSED = range(3)
 MAX_ANSWER = 1 << 30
 #: Most bytes (unless a single value has more) and most keys of a request with many keys: such a request must not delay
 #: the other clients for long.
-TOGETHER, MAX_TOGETHER = 1 << 20, 1 << 16
+REQUEST_BYTES, REQUEST_KEYS = 1 << 20, 1 << 16
 #: The server watches the deadline of a wait. Its answer must arrive within so many seconds after the deadline.
 GRACE = 1.0
 
@@ -141,7 +141,7 @@ class TCPStore(Store):
 
     def _serve(self, secret: bytes, allow_unauthenticated: bool, deadline: float) -> wire.Server:
         addresses = resolve(self.host, self.port, deadline)
-        outside = [address for address in addresses if not loopback(address)]
+        outside = [address for address in addresses if not is_loopback(address)]
         if outside and not secret and not allow_unauthenticated:
             raise ValueError(
                 f"token: other machines can reach {shown(self.host, self.port)}, and could then change the store: "
@@ -221,7 +221,8 @@ class TCPStore(Store):
 
     def _get_together(self, keys: list[bytes], deadline: float) -> tuple[list[bytes | None], list[int]]:
         """Return the values of keys, and the indices of the values that did not fit into an answer with others."""
-        asked = [(_microseconds(deadline), len(part), *part) for part in wire.parts(keys, 1, TOGETHER, MAX_TOGETHER)]
+        parts = wire.parts(keys, 1, REQUEST_BYTES, REQUEST_KEYS)
+        asked = [(_microseconds(deadline), len(part), *part) for part in parts]
         answers = [found for _, found in self._calls("get", MULTI_GET, asked, deadline, GRACE)]
         values = [value for found in answers for value in found[1:]]
         if not any(found[0] for found in answers):
@@ -236,7 +237,7 @@ class TCPStore(Store):
 
     def _multi_set(self, items: list[tuple[str, bytes]], deadline: float) -> None:
         fields = [field for key, value in items for field in (_utf8(key), value)]
-        asked = [(len(part) // 2, *part) for part in wire.parts(fields, 2, TOGETHER, 2 * MAX_TOGETHER)]
+        asked = [(len(part) // 2, *part) for part in wire.parts(fields, 2, REQUEST_BYTES, 2 * REQUEST_KEYS)]
         self._calls("set", MULTI_SET, asked, deadline)
 
     def _gather(self, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:

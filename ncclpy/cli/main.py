@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, perf, trace, run = _parsers()
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "run":
-        from ncclpy.cli.run.arguments import shielded
+        from ncclpy.cli.run.arguments import hide_separators
 
-        argv = shielded(argv)
+        argv = hide_separators(argv)
     given = parser.parse_args(argv)
     if given.command is None:
         parser.print_help(sys.stderr)

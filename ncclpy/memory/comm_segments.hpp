@@ -28,8 +28,8 @@ struct SegmentCalls {
   // Registers a segment, under the communicator's lock. Returns NCCL's result code, and in `range` what `drop` needs.
   int (*add)(void* ranges, void* comm, const Segment& segment, long long* range);
   void (*drop)(void* ranges, void* comm, long long range);
-  bool (*over)(void* event);  // whether the device has passed the event
-  void (*forget)(void* event);  // destroys the event
+  bool (*event_passed)(void* event);  // whether the device has passed the event
+  void (*destroy_event)(void* event);
 };
 
 enum SegmentState { segment_unknown, segment_leaving, segment_gone };

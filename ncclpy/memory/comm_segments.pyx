@@ -97,7 +97,7 @@ cdef bool_t _is_passed(void* event) noexcept nogil:
     return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
 
 
-cdef void _forget(void* event) noexcept nogil:
+cdef void _destroy_event(void* event) noexcept nogil:
     if driver.cuEventDestroy_v2 != NULL:
         driver.cuEventDestroy_v2(<CUevent>event)
 
@@ -266,7 +266,7 @@ cdef int _open_once() except -1:
 
 cdef Segments* _new_segments() except NULL:
     cdef Calls calls
-    calls.add, calls.drop, calls.over, calls.forget = _add, _drop, _is_passed, _forget
+    calls.add, calls.drop, calls.event_passed, calls.destroy_event = _add, _drop, _is_passed, _destroy_event
     return new Segments(calls)
 
 

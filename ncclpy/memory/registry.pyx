@@ -506,7 +506,7 @@ cdef void _abort_raws(const vector[ncclComm_t]& raws, bint grouped) noexcept nog
         nccl.ncclGroupEnd()
 
 
-def functions():
+def hook_functions():
     """Return the addresses of the functions for allocators' hooks, and open the registry.
 
     Returns

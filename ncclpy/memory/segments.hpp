@@ -119,7 +119,7 @@ class Segments {
   // Deregisters a segment at a communicator that was dropped without close, if the communicator's operations are done.
   // No thread calls such a communicator or takes its lock any more, but NCCL's communicator was not destroyed.
   void deregister_dropped(CommSegments& member, uint64_t number) noexcept {
-    if (member.lacks_event || !calls_.over(member.events[0]) || !calls_.over(member.events[1])) return;
+    if (member.lacks_event || !calls_.event_passed(member.events[0]) || !calls_.event_passed(member.events[1])) return;
     if (member.dropped_lock.test_and_set()) return;
     {
       const Hold hold(mutex_);
@@ -171,7 +171,7 @@ class Segments {
     }
     for (auto one = asked.begin(); one != asked.end();) {
       const auto next = std::next(one);
-      if (calls_.over(one->event)) over.splice(over.end(), asked, one);
+      if (calls_.event_passed(one->event)) over.splice(over.end(), asked, one);
       one = next;
     }
     {
@@ -179,13 +179,13 @@ class Segments {
       awaited_.splice(awaited_.end(), asked);
       for (const Awaited& one : over) drop_holder(*one.segment);
     }
-    for (const Awaited& one : over) calls_.forget(one.event);
+    for (const Awaited& one : over) calls_.destroy_event(one.event);
   }
 
   // Destroys a communicator's events. Only when `references` is 0: until then a thread without the GIL may query them.
   void forget_events(CommSegments& member) noexcept {
     for (void*& event : member.events) {
-      if (event != nullptr) calls_.forget(event);
+      if (event != nullptr) calls_.destroy_event(event);
       event = nullptr;
     }
   }
@@ -252,7 +252,7 @@ class Segments {
   void deregister_leaving(CommSegments& member, void* comm) noexcept {
     // With `lacks_event`, NCCL may still work in the background for a call that has returned.
     while (!member.lacks_event && begin_fence(member)) {
-      if (member.fence >= 0 && !calls_.over(member.events[member.fence])) return;
+      if (member.fence >= 0 && !calls_.event_passed(member.events[member.fence])) return;
       member.fence = -1;
       uint64_t number;
       while (take_fenced(member, &number)) deregister(member, comm, number);

@@ -30,8 +30,8 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Calls "ncclpy::SegmentCalls":
         int (*add)(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil
         void (*drop)(void* ranges, void* comm, long long range) noexcept nogil
-        bool_t (*over)(void* event) noexcept nogil
-        void (*forget)(void* event) noexcept nogil
+        bool_t (*event_passed)(void* event) noexcept nogil
+        void (*destroy_event)(void* event) noexcept nogil
     cdef cppclass Counters "ncclpy::SegmentCounters":
         size_t segments, bytes, leaving, leaving_bytes, registrations
         uint64_t added, dropped, lost

@@ -136,9 +136,9 @@ def test_reachable_address_needs_token(serve, monkeypatch, host):
     with pytest.raises(ValueError, match=r"NCCLPY_STORE_TOKEN.*allow_unauthenticated=True"):
         serve(host)
     addresses = address.resolve(host, 0, time.monotonic() + 1)
-    assert not any(address.loopback(each) for each in addresses)
-    assert all(address.loopback(each) for each in address.resolve("127.3.4.5", 0, time.monotonic() + 1))
-    assert all(address.loopback(each) for each in address.resolve("::1", 0, time.monotonic() + 1))
+    assert not any(address.is_loopback(each) for each in addresses)
+    assert all(address.is_loopback(each) for each in address.resolve("127.3.4.5", 0, time.monotonic() + 1))
+    assert all(address.is_loopback(each) for each in address.resolve("::1", 0, time.monotonic() + 1))
 
 
 def test_allow_unauthenticated_serves_without_token(serve, monkeypatch):

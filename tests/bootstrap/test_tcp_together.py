@@ -78,15 +78,15 @@ def test_message_has_limits(between):
     found = client.multi_get([key for key, _ in items])
     assert found == [value for _, value in items]
     lengths = {op: [length for each, length in frames() if each == op] for op, _ in frames()}
-    assert sum(length > tcp.TOGETHER + 100 for length in lengths[wire.MULTI_SET]) == 1, "huge is alone"
+    assert sum(length > tcp.REQUEST_BYTES + 100 for length in lengths[wire.MULTI_SET]) == 1, "huge is alone"
     assert 5 < len(lengths[wire.MULTI_SET]) < 20
-    assert 2 <= len(lengths[wire.MULTI_GET]) < 10 and max(lengths[wire.MULTI_GET]) <= tcp.TOGETHER + 100
+    assert 2 <= len(lengths[wire.MULTI_GET]) < 10 and max(lengths[wire.MULTI_GET]) <= tcp.REQUEST_BYTES + 100
 
 
 def test_more_keys_than_message_limit(serve):
     store = serve()
     store.set("k", b"1")
-    assert store.multi_get(["k"] * (tcp.MAX_TOGETHER + 1)) == [b"1"] * (tcp.MAX_TOGETHER + 1)
+    assert store.multi_get(["k"] * (tcp.REQUEST_KEYS + 1)) == [b"1"] * (tcp.REQUEST_KEYS + 1)
 
 
 def test_values_beyond_one_answer_arrive_in_several(between):

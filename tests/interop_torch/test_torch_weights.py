@@ -250,8 +250,8 @@ def test_others_receive_again_without_a_rank_that_dies_in_the_middle():
         into = {"w": on_device(torch.zeros(2000), group)}
         assert member.receive(into).version == 1
         if group.rank == 2:
-            buckets = member._member.buckets
-            member._member.buckets = lambda *arguments: group.abort("the engine is gone") or buckets(*arguments)
+            buckets = member._member.broadcast_buckets
+            member._member.broadcast_buckets = lambda *args: group.abort("the engine is gone") or buckets(*args)
             with pytest.raises(ncclpy.NcclAborted):
                 member.receive(into)
             return None

@@ -38,7 +38,7 @@ def registered(comm, frame):
 
 def freed_by_its_allocator(comm):
     """Free a segment of another allocator while an operation that never ends uses it."""
-    take_in, take_out = registry.functions()
+    take_in, take_out = registry.hook_functions()
     array = np.ones(COUNT, np.float32)  # on the host engine; torch's hooks have tests of their own
     assert (
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)(

@@ -21,7 +21,7 @@ COUNT = 4096
 @pytest.fixture
 def held(host_engine):
     """`take_in` and `take_out`, called with the GIL."""
-    take_in, take_out = registry.functions()
+    take_in, take_out = registry.hook_functions()
     address, size, whole = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int
     return (
         ctypes.PYFUNCTYPE(whole, address, size, whole)(take_in),
@@ -109,7 +109,7 @@ def no_more_threads():
 
 def test_abort_without_a_thread_at_first_is_done_later(host_engine, comms2, caplog):
     """The communicator is unchanged until its abort can begin; then the memory is out of use."""
-    take_in, take_out = registry.functions()
+    take_in, take_out = registry.hook_functions()
     array, other = (np.ones(COUNT, np.float32) for _ in range(2))
     bring = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)
     free = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_double)(take_out)

@@ -35,17 +35,17 @@ def kept(tmp_path):
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_shim_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch, real):
     if not real:
-        monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target, part: target.touch())
+        monkeypatch.setattr(torch_build, "compile_part", lambda compiler, flags, target, part: target.touch())
     first = torch_build.built(torch)
     assert first.is_file() and kept(tmp_path) == [first.name], "nothing is left of the building"
     assert first.parent.stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(torch_build, "compile_shim", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(torch_build, "compile_part", lambda *_: pytest.fail("built again"))
     assert torch_build.built(torch) == first
 
 
 @pytest.mark.parametrize("what", ["torch", "compiler", "source"])
 def test_other_torch_compiler_or_source_has_a_shim_of_its_own(torch, tmp_path, monkeypatch, what):
-    monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target, part: target.touch())
+    monkeypatch.setattr(torch_build, "compile_part", lambda compiler, flags, target, part: target.touch())
     first = torch_build.built(torch)
     if what == "torch":
         torch.version.git_version = "1"
@@ -148,12 +148,12 @@ def test_one_of_several_processes_builds_the_shim(torch, root, tmp_path):
         from pathlib import Path
         from ncclpy.interop.torch import build as torch_build
 
-        def compile_shim(compiler, flags, target, part):
+        def compile_part(compiler, flags, target, part):
             Path(target.parent, f"by-{os.getpid()}").touch()
             time.sleep(0.5)
             target.touch()
 
-        torch_build.compile_shim = compile_shim
+        torch_build.compile_part = compile_part
         sys.stdin.readline()
         print(torch_build.built(torch_stand_in.Fake(Path(sys.argv[1]))))
         """

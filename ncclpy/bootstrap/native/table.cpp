@@ -78,7 +78,7 @@ bool Table::do_set(uint64_t connection, uint64_t id, Reader in) {
   std::string_view key, value;
   int64_t ephemeral;
   if (!in.bytes(key) || !in.bytes(value) || !in.integer(ephemeral) || !in.end()) return false;
-  if (const std::string words = no_room(key, value.size()); !words.empty()) {
+  if (const std::string words = why_no_space(key, value.size()); !words.empty()) {
     refuse(connection, id, Op::set, words);
     return true;
   }
@@ -126,7 +126,7 @@ bool Table::do_add(uint64_t connection, uint64_t id, Reader in) {
     return true;
   }
   const Value text = value_of(std::to_string(sum));
-  if (const std::string words = no_room(key, text->size()); !words.empty()) {
+  if (const std::string words = why_no_space(key, text->size()); !words.empty()) {
     refuse(connection, id, Op::add, words);
     return true;
   }
@@ -148,7 +148,7 @@ bool Table::do_compare_set(uint64_t connection, uint64_t id, Reader in) {
   const bool swap = entry ? is_expected && *entry->value == expected : !is_expected;
   Value now = entry ? entry->value : nullptr;
   if (swap) {
-    if (const std::string words = no_room(key, desired.size()); is_desired && !words.empty()) {
+    if (const std::string words = why_no_space(key, desired.size()); is_desired && !words.empty()) {
       refuse(connection, id, Op::compare_set, words);
       return true;
     }
@@ -172,7 +172,7 @@ bool Table::do_append(uint64_t connection, uint64_t id, Reader in) {
   const size_t size = (entry ? entry->value->size() : 0) + value.size();
   const std::string words = size > max_value_
                                 ? "the value would have more than " + std::to_string(max_value_) + " bytes"
-                                : no_room(key, size);
+                                : why_no_space(key, size);
   if (!words.empty()) {
     refuse(connection, id, Op::append, words);
     return true;
@@ -242,7 +242,7 @@ bool Table::do_multi_set(uint64_t connection, uint64_t id, Reader in) {
   }
   if (!whole.end()) return false;
   for (int64_t i = 0; i < count && in.bytes(key) && in.bytes(value); i++) {
-    if (const std::string words = no_room(key, value.size()); !words.empty()) {
+    if (const std::string words = why_no_space(key, value.size()); !words.empty()) {
       refuse(connection, id, Op::multi_set,
              std::to_string(i) + " of " + std::to_string(count) + " keys are set, and there is " + words);
       return true;
@@ -306,7 +306,7 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
       connections_[connection].pending.count(id)) {
     return false;
   }
-  if (const std::string words = no_room(kEntry + value.size()); !words.empty()) {
+  if (const std::string words = why_no_space(kEntry + value.size()); !words.empty()) {
     refuse(connection, id, Op::gather, words);
     return true;
   }
@@ -409,18 +409,18 @@ bool Table::do_cancel(uint64_t connection, Reader in) {
   return true;
 }
 
-std::string Table::no_room(size_t more) const {
+std::string Table::why_no_space(size_t more) const {
   if (more <= capacity_ - kept_) return "";
   return "no space for " + std::to_string(more) + " more bytes: keys and values take " + std::to_string(kept_) +
          " of the " + std::to_string(capacity_) + " bytes that they may (`capacity`, where the store is served)";
 }
 
-std::string Table::no_room(std::string_view key, size_t value) {
+std::string Table::why_no_space(std::string_view key, size_t value) {
   const size_t whole = kEntry + key.size() + value;
   if (whole <= capacity_ - kept_) return "";
   const Entry* entry = find(key);
   const size_t before = entry ? kEntry + key.size() + entry->value->size() : 0;
-  return whole > before ? no_room(whole - before) : "";
+  return whole > before ? why_no_space(whole - before) : "";
 }
 
 Table::Entry* Table::find(std::string_view key) {

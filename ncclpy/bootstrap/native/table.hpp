@@ -111,8 +111,8 @@ class Table {
   void refuse(uint64_t connection, uint64_t id, Op op, std::string_view words);
 
   // Why `more` bytes, or a key with a value of `value` bytes, cannot be kept; "" if they can.
-  std::string no_room(size_t more) const;
-  std::string no_room(std::string_view key, size_t value);
+  std::string why_no_space(size_t more) const;
+  std::string why_no_space(std::string_view key, size_t value);
   // The answer to a multi_get: see Op.
   Body values_of(const std::vector<std::string>& keys);
 

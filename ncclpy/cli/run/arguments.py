@@ -68,13 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
 
 
-def shielded(argv: Sequence[str]) -> list[str]:
+def hide_separators(argv: Sequence[str]) -> list[str]:
     """Return the arguments with each ``--`` replaced: argparse would remove a ``--`` that belongs to the program."""
     return [_SEPARATOR if each == "--" else each for each in argv]
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Restore each ``--`` that `shielded` replaced; end in ``parser.error`` if the flags contradict each other."""
+    """Restore each ``--`` that `hide_separators` has hidden; call ``parser.error`` if flags contradict each other."""
     words = [given.program, *given.args]
     if words[0] == _SEPARATOR:
         del words[0]

@@ -13,7 +13,7 @@ from ncclpy.errors import NcclError
 _LOST_EXIT = 1
 
 
-class Others:
+class OtherLaunchers:
     """Tell the launchers of the other machines about this one, and follow what they tell.
 
     In the store each launcher has a key ``here/NODE``, which is removed when its connection ends, and a key

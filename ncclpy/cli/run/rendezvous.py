@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ncclpy.bootstrap import PrefixStore, TCPStore
 from ncclpy.bootstrap.address import resolve, shown
-from ncclpy.cli.run.others import Others
+from ncclpy.cli.run.others import OtherLaunchers
 
 log = logging.getLogger("ncclpy")
 
@@ -56,7 +56,7 @@ class LauncherRendezvous:
             if node == 0:
                 self._held = _reserve(host, timeout)
             if nodes > 1:
-                Others.announce(self._own, node)
+                OtherLaunchers.announce(self._own, node)
             mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._held and self._held.getsockname()[1]}
             told = self._own.gather("launchers", node, nodes, json.dumps(mine).encode(), timeout)
         except BaseException:
@@ -75,7 +75,7 @@ class LauncherRendezvous:
         if token is not None:
             self.variables[_TOKEN] = token
         if nodes > 1:
-            self._others = Others(self._own, node, self._hosts)
+            self._others = OtherLaunchers(self._own, node, self._hosts)
 
     def watch(self, failed: Callable[[int, str], object]) -> None:
         """Have `failed` called, in another thread, with exit code and text of a failure elsewhere."""

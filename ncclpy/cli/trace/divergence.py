@@ -63,10 +63,10 @@ class Divergence:
         return is_one_clock([entry.dump for entry in self.entries.values()] + list(self.absent.values()))
 
     @property
-    def apart(self) -> float | None:
+    def clock_error(self) -> float | None:
         """Return how many seconds the times of its ranks may be wrong by; None if there are only wall clocks."""
         dumps = [entry.dump for entry in self.entries.values()] + list(self.absent.values())
-        return 0.0 if is_one_clock(dumps) else apart(dumps)
+        return 0.0 if is_one_clock(dumps) else clock_error_of(dumps)
 
     def late(self) -> list[Late]:
         """Return the late ranks, the latest first."""
@@ -81,7 +81,7 @@ class Divergence:
         }
         failed = min(failures, key=lambda rank: failures[rank], default=None)
         end = min([*failures.values(), *(entry.dump.wall_now for entry in self.entries.values())])
-        off = self.apart
+        off = self.clock_error
         least = max(_LATE_AFTER_REMOTELY if off is None else _LATE_AFTER + off, (end - times[first]) / 2)
         found = []
         for rank, time in times.items():
@@ -127,7 +127,7 @@ def is_one_clock(dumps: Iterable[Dump]) -> bool:
     return len(clocks) < 2
 
 
-def apart(dumps: Iterable[Dump]) -> float | None:
+def clock_error_of(dumps: Iterable[Dump]) -> float | None:
     """Return how many seconds the times of these dumps may be wrong by; None if their clocks were not compared.
 
     This is the sum of the two largest errors of their clocks.

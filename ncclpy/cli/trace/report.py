@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
 from ncclpy.cli.trace.crossing import Crossing, crossings
-from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, apart
+from ncclpy.cli.trace.divergence import NEVER_MADE, Divergence, LateGroup, clock_error_of
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import ANSWER
@@ -66,7 +66,7 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
     lines += ["", *_limited(_table([_header(dump, reasons) for dump in dumps]), limit)]
     machines = {dump.clock for dump in dumps if dump.clock_error is not None}
     if len(machines) > 1:
-        off = _within(apart([dump for dump in dumps if dump.clock_error is not None]))
+        off = _within(clock_error_of([dump for dump in dumps if dump.clock_error is not None]))
         lines += ["", f"the clocks of {len(machines)} machines were compared through the store, to within {off}"]
     if findings.unseen is not None:
         name, size, gaps = findings.unseen
@@ -229,11 +229,11 @@ def _divergence(divergence: Divergence) -> list[str]:
         lines.append(line)
     if len(late) > SHOWN:
         lines.append(f"  ... and {len(late) - SHOWN} more ranks were late")
-    if late and divergence.apart is None:
+    if late and divergence.clock_error is None:
         lines.append("  (by the wall clocks of their machines, which may differ)")
     elif late and not divergence.one_clock:
         lines.append(
-            f"  (by their machines' clocks, compared through the store to within {_within(divergence.apart)})"
+            f"  (by their machines' clocks, compared through the store to within {_within(divergence.clock_error)})"
         )
     return lines
 

@@ -113,7 +113,7 @@ class MpiPlane:
         self._backend = backend
         self._changed = threading.Condition(threading.Lock())
         self._running: set[MpiCall] = set()
-        self._lane: deque[MpiCall] = deque()
+        self._queue: deque[MpiCall] = deque()
         self._error: BaseException | None = None
 
     def is_settled(self) -> bool:
@@ -126,7 +126,7 @@ class MpiPlane:
         self, what: str, brought: Sequence[TensorEntry], start: Callable[[], list[Any]], finish: Callable[[], None]
     ) -> None:
         backend = self._backend
-        launch = MpiCall(self._lane, what, brought, start, finish, self._failed, self._done, backend.limit)
+        launch = MpiCall(self._queue, what, brought, start, finish, self._failed, self._done, backend.limit)
         with self._changed:
             error = self._error or backend.error
             if error is None:

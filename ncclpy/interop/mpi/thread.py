@@ -47,7 +47,7 @@ class MpiCall:
 
     Parameters
     ----------
-    lane
+    queue
         The started operations of its process set: they end in the order in which they were launched, as on a stream.
     what
         Its name, for errors.
@@ -67,7 +67,7 @@ class MpiCall:
 
     def __init__(
         self,
-        lane: deque[MpiCall],
+        queue: deque[MpiCall],
         what: str,
         brought: Sequence[Any],
         start: Callable[[], list[Any]],
@@ -76,7 +76,7 @@ class MpiCall:
         done: Callable[[MpiCall], None],
         limit: float,
     ) -> None:
-        self.lane, self.what, self.brought = lane, what, brought
+        self.queue, self.what, self.brought = queue, what, brought
         self.start, self.finish, self.failed, self.done = start, finish, failed, done
         self.limit, self.deadline = limit, 0.0
         self.requests: list[Any] = []
@@ -120,7 +120,7 @@ class MpiThread:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: deque[MpiCall | _CommCreation] = deque()
         self._sends: list[tuple[Any, bytes]] = []
-        self._active: list[deque[MpiCall]] = []  # lanes with started operations
+        self._active: list[deque[MpiCall]] = []  # queues with started operations
         self._creations: deque[_CommCreation] = deque()
         self._status = MPI.Status()
         self._ending = self._exiting = self._has_stopped = False
@@ -203,8 +203,8 @@ class MpiThread:
         """Fail the tasks that the thread will not run any more."""
         error = NcclAborted("the thread that calls MPI has ended")
         error.__cause__ = self.error
-        lanes, self._active = self._active, []
-        for launch in [launch for lane in lanes for launch in lane]:
+        queues, self._active = self._active, []
+        for launch in [launch for queue in queues for launch in queue]:
             _kept_for_mpi.append(launch)  # MPI may still write into its memory
             launch.failed(launch, error)
         for task in _drained(self._tasks):  # a thread that has just added a task may run this too
@@ -344,9 +344,9 @@ class MpiThread:
                 task.failed(task, _as_error(task.what, error))
                 continue
             task.deadline = time.monotonic() + task.limit
-            if not task.lane:
-                self._active.append(task.lane)
-            task.lane.append(task)
+            if not task.queue:
+                self._active.append(task.queue)
+            task.queue.append(task)
         if self._creations:
             progressed |= self._make()
         return progressed
@@ -381,12 +381,12 @@ class MpiThread:
             waiting = [each for each in self._sends if not each[0].Test()]
             progressed = len(waiting) < len(self._sends)
             self._sends = waiting
-        for lane in list(self._active):
-            while lane and self._has_ended(lane[0], moment):
+        for queue in list(self._active):
+            while queue and self._has_ended(queue[0], moment):
                 progressed = True
-                lane.popleft()
-            if not lane:
-                self._active.remove(lane)
+                queue.popleft()
+            if not queue:
+                self._active.remove(queue)
         return progressed
 
     def _has_ended(self, launch: MpiCall, moment: float) -> bool:

@@ -118,7 +118,7 @@ def built(torch: Any, part: Part = ALLOCATOR) -> Path:
     if not target.exists():
         with _alone(target.with_suffix(".lock")):
             if not target.exists():  # no other process has built it meanwhile
-                compile_shim(compiler, flags, target, part)
+                compile_part(compiler, flags, target, part)
     return target
 
 
@@ -250,7 +250,7 @@ def _why_not(folder: Path) -> str:
         return f"{folder}: {error.strerror}"
 
 
-def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part = ALLOCATOR) -> None:
+def compile_part(compiler: list[str], flags: list[str], target: Path, part: Part = ALLOCATOR) -> None:
     """Build a library and put it in its place in one step, as other processes may do so at the same time.
 
     Raises

@@ -81,7 +81,7 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
         return _attached
     torch.cuda.init()  # before that its allocator refuses trackers
     _check_allocator(torch)
-    functions = _registry.functions()
+    functions = _registry.hook_functions()
     if _shim is None:
         _shim = _loaded(torch_build.built(torch))
     words = ctypes.create_string_buffer(1000)

@@ -174,7 +174,9 @@ class _Member:
             if length:
                 raise ValueError(f"rank {rank}: {self._tell(text, length, rank, deadline).decode()}")
 
-    def buckets(self, sender: int, deadline: _Deadline, fill: Callable | None, empty: Callable | None) -> None:
+    def broadcast_buckets(
+        self, sender: int, deadline: _Deadline, fill: Callable | None, empty: Callable | None
+    ) -> None:
         """Broadcast all buckets.
 
         `fill` and `empty` are called with a buffer and the interval of bytes that it has: before the broadcast on the
@@ -357,7 +359,7 @@ class WeightSender:
         sender, _ = member.begin(deadline, layout, version)
         member.agree(None, deadline)
         with _abort_on_error(self.group, "could not send weights"):
-            member.buckets(sender, deadline, _Filling(tensors, listed, self._quantize, layout), None)
+            member.broadcast_buckets(sender, deadline, _Filling(tensors, listed, self._quantize, layout), None)
         return tuple(rank for rank in range(self.group.size) if rank != sender)
 
     def _layout_of(self, tensors: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any, tuple[int, ...]]]]]:
@@ -487,7 +489,7 @@ class WeightReceiver:
             if into is not None:
                 self.version = None
             emptying = _Emptying(layout, [tensors[each.name] for each in layout.entries])
-            member.buckets(sender, deadline, None, emptying)
+            member.broadcast_buckets(sender, deadline, None, emptying)
         self.version = version
         return Weights(version, tensors)
 

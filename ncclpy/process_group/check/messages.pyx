@@ -487,8 +487,9 @@ cdef bint hold(Lifecycle group, Connection connection, Request request) except -
     cdef PendingMessages pending_messages = group.pending_messages
     cdef bint all_told = True
     cdef int channel, generation = 0
-    cdef CallSignature signature = request.call_signature
-    messages = signature.messages if request.point_to_point and signature is not None else None
+    messages = None
+    if request.point_to_point and request.call_signature is not None:
+        messages = request.call_signature.messages
     if not messages and not connection.held:
         return False
     if messages:

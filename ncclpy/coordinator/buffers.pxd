@@ -60,9 +60,7 @@ cdef class Copier:
 
     # Enqueue copies into a slot (`inwards`) or out of it; `addressable`: the device can address the memory of all
     # arrays, so one kernel may make many copies.
-    cdef CUresult run(
-        self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint addressable, CUstream stream
-    ) noexcept nogil
+    cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint addressable, CUstream stream) noexcept nogil
     cdef CUresult _launch(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, CUstream stream) noexcept nogil
 
 

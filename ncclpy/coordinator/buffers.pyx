@@ -352,9 +352,7 @@ cdef Copier copier_of(int device):
 cdef class Copier:
     """Make copies on one device; its context must be current."""
 
-    cdef CUresult run(
-        self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint addressable, CUstream stream
-    ) noexcept nogil:
+    cdef CUresult run(self, const Copy* copies, size_t count, uintptr_t slot, bint inwards, bint addressable, CUstream stream) noexcept nogil:
         """Enqueue copies into a slot (`inwards`) or out of it.
 
         If `addressable`, the device can address the memory, and one kernel makes many copies. Pageable memory needs a

@@ -71,8 +71,8 @@ void drop(void*, void* comm, long long range) {
   expect(static_cast<Communicator*>(comm)->registered[range]-- > 0, "dropped twice");
 }
 std::atomic<int> forgotten{0};
-bool over(void*) { return !device_is_busy; }
-void forget(void*) { forgotten++; }
+bool event_passed(void*) { return !device_is_busy; }
+void destroy_event(void*) { forgotten++; }
 
 void free_some(ncclpy::Segments& segments) {
   segments.query_awaited();
@@ -180,7 +180,7 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
 }
 
 void round_of(int seed) {
-  ncclpy::Segments segments({add, drop, over, forget});
+  ncclpy::Segments segments({add, drop, event_passed, destroy_event});
   const auto made = std::make_unique<Communicator[]>(communicators);
   all = made.get();
   std::atomic<bool> enough{false};
@@ -227,7 +227,7 @@ int add_and_abort(void*, void*, const ncclpy::Segment& segment, long long*) {
 void drop_and_abort(void*, void*, long long) { abort_inside(); }
 
 void abort_while_inside(int count) {
-  ncclpy::Segments segments({add_and_abort, drop_and_abort, over, forget});
+  ncclpy::Segments segments({add_and_abort, drop_and_abort, event_passed, destroy_event});
   auto made = std::make_unique<ncclpy::CommSegments>();
   made->registry = aborted_in = &segments, aborted = made.get();
   uintptr_t other;
@@ -243,7 +243,7 @@ void abort_while_inside(int count) {
 
 // Several threads remove the segment at one address, where others are added: each segment is removed by one thread.
 void take_away_at_once() {
-  ncclpy::Segments segments({add, drop, over, forget});
+  ncclpy::Segments segments({add, drop, event_passed, destroy_event});
   std::vector<uint64_t> taken[3];
   std::atomic<uint64_t> added{0};
   std::vector<std::thread> threads;

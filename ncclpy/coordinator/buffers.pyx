@@ -612,7 +612,9 @@ cdef class FusedLaunch(LaunchGroup):
                 if self.inner.done != NULL and stream != self.inner.stream and not failed:  # NULL: all parts are empty
                     result = driver.cuStreamWaitEvent(stream, self.inner.done, CU_EVENT_WAIT_DEFAULT)
                 if result == CUDA_SUCCESS and not failed:
-                    result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.addressable, stream)
+                    result = self.copier.run(
+                        self.copies, self.count, self.slot.pointer, False, self.addressable, stream
+                    )
                 if result == CUDA_SUCCESS:
                     result = driver.cuEventRecord(shared.event, stream)
                 for i in range(n):

@@ -8,8 +8,8 @@ from libc.stdlib cimport free
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.handles.abort cimport (
-    ABORT_DEADLINE, abort_and_report, abort_handles, aborted_together, drop_ranges, end_call, forget_left_close, is_freed,
-    left_closes_of, local_peers_of, note_left_close,
+    ABORT_DEADLINE, abort_and_report, abort_handles, aborted_together, drop_ranges, end_call, forget_left_close,
+    is_freed, left_closes_of, local_peers_of, note_left_close,
 )
 from ncclpy.core.runtime.library cimport abort_preempts, copy_last_error, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.device cimport lend_device, take_device_back

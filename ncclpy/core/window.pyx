@@ -322,7 +322,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         # The window stays registered even if this object is dropped.
         self.buffer_key = comm.registrations.keep(self.memory)
         if symmetric:
-            comm.registrations.windows[self.buffer_key] = (<uintptr_t>view.pointer, <uintptr_t>view.pointer + view.nbytes)
+            start = <uintptr_t>view.pointer
+            comm.registrations.windows[self.buffer_key] = (start, start + view.nbytes)
         try:
             make_alone(comm, &operation, buffer, self)  # a group keeps this object, and with it the cell
         except NcclError:

@@ -215,7 +215,7 @@ class RankRendezvous:
         """
         deadline = time.monotonic() + timeout
         keys = [self._here(base, member) for member in members]
-        left_text = f"rank {self.rank} of {self.size} came {what}, and left before the others were there"
+        left_text = f"rank {self.rank} of {self.size} arrived {what}, and left before all others had arrived"
         for each in self._own:
             self._put(self._here(base, each), brought)
         try:
@@ -369,8 +369,8 @@ class RankRendezvous:
         arrived = self.arrived(base) | set(self._own)
         missing = [member for member in members if member not in arrived]
         if not missing:
-            return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
-        text = f"{self._named(missing)} did not come {what} within {seconds(timeout)}"
+            return f"the {len(members)} ranks that arrived {what} did not complete the rendezvous within {seconds(timeout)}", missing
+        text = f"{self._named(missing)} did not arrive {what} within {seconds(timeout)}"
         gone = [member for member in missing if self.is_gone(member)]
         if len(gone) == 1:
             text += f"; rank {gone[0]}'s process has ended"
@@ -382,9 +382,9 @@ class RankRendezvous:
         return self.describe_ranks(members) if self.describe_ranks else f"{ranks(spans(members))} of {self.size}"
 
     def _lost_text(self, why: dict[int, str], what: str) -> str:
-        """Return a text about the ranks that will not come, and why."""
+        """Return a text about the ranks that will not arrive, and why."""
         reasons = {reason: [rank for rank in why if why[rank] == reason] for reason in why.values()}
-        return "; ".join(f"{self._named(lost)} will not come {what}: {reason}" for reason, lost in reasons.items())
+        return "; ".join(f"{self._named(lost)} will not arrive {what}: {reason}" for reason, lost in reasons.items())
 
     @property
     def has_leases(self) -> bool:

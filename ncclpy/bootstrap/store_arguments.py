@@ -123,10 +123,10 @@ def absent_ranks(
     within = f"{name!r} within {as_text(timeout)}"
     if missing:
         more = f" ({count} in all)" if count is not None and count > len(missing) else ""
-        text = f"{ranks(spans(missing), 12)} of {size} did not come to {within}{more}"
-        text += f"; {ranks(spans(left), 12)} had come, and left before" if left else ""
+        text = f"{ranks(spans(missing), 12)} of {size} did not arrive at {within}{more}"
+        text += f"; {ranks(spans(left), 12)} had arrived, and left before" if left else ""
     elif left:
-        text = f"{ranks(spans(left), 12)} of {size} came to {name!r} and left before the others were there"
+        text = f"{ranks(spans(left), 12)} of {size} arrived at {name!r} and left before the others arrived"
     else:
         text = f"{name!r} of {size} ranks did not end within {as_text(timeout)}"
     error = NcclTimeout(f"{what}: {text}")

@@ -6,7 +6,7 @@ round's number. A rank sets a key of the round to its value and adds 1 to a coun
 
 A rank that leaves early subtracts 1, but only while the count is below `size`: so either all ranks have met, or the
 rank that left was not counted. A rank that leaves at its deadline also records its number, so that a rank with a
-slightly later deadline reports that the rank had come and left, and not that it is missing. The number of a rank's
+slightly later deadline reports that the rank had arrived and left, and not that it is missing. The number of a rank's
 operations does not depend on `size`, except for the last rank to arrive, which reads all values.
 """
 
@@ -33,7 +33,7 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
     round_ = f"{base}{decode(_number, number or b'0', store, base + 'round')}/"
     is_first, agreed = store._compare_set(round_ + "size", None, b"%d" % size, io_deadline)
     if not is_first and agreed != b"%d" % size:
-        raise StoreError(f"{store}: rank {rank} came to {name!r} as one of {size}, others as of {_text(agreed)}")
+        raise StoreError(f"{store}: rank {rank} passed size {size} to {name!r}, other ranks {_text(agreed)}")
     mine = f"{round_}value/{rank}"
     if not store._compare_set(mine, None, value, io_deadline)[0]:
         raise StoreError(f"{store}: rank {rank} is at {name!r} already: two processes or threads have the same rank")

@@ -168,7 +168,7 @@ cdef class Gathering(Awaited):
                 "number of participants (num_global)", self.num_global, participant.num_global, participant
             )
         elif self.arrived >= self.num_local:
-            what = f"one participant too many, on device {participant.device}: {self.num_local} have come already"
+            what = f"one participant too many, on device {participant.device}: {self.num_local} have arrived already"
         elif self.arrived:
             what = self._check_data(participant)
         if what is None:
@@ -176,7 +176,7 @@ cdef class Gathering(Awaited):
                 if other.device == participant.device:
                     what = (
                         f"two participants on device {participant.device}; each has a device of its own, and a key is "
-                        "free again when its participants have come"
+                        "free again when its participants have arrived"
                     )
                 elif participant.global_rank >= 0 and other.global_rank == participant.global_rank:
                     what = (
@@ -225,8 +225,8 @@ cdef class Gathering(Awaited):
     def _differ(self, what, first, second, Participant participant, Participant other=None):
         if other is None and self.participants:
             other = self.participants[0]
-        before = f"device {other.device} came first with {first}" if other is not None else f"it began with {first}"
-        return f"the participants do not agree on the {what}: {before}, device {participant.device} brings {second}"
+        before = f"device {other.device} arrived first with {first}" if other is not None else f"it began with {first}"
+        return f"the participants do not agree on the {what}: {before}, device {participant.device} passes {second}"
 
     cdef int join(self, Participant participant) except -1:
         """Count a participant in, even one that does not agree: all participants fail once all have arrived."""
@@ -272,7 +272,7 @@ cdef class Gathering(Awaited):
                 if root is None and self.num_local == self.num_global:
                     self.error = ValueError(self.say(
                         f"device {participant.device} says that the root is rank {participant.root}, which has not "
-                        "come as the root"
+                        "arrived as the root"
                     ))
                     return 0
                 root = (participant.root, participant.device)
@@ -355,7 +355,7 @@ cdef class Gathering(Awaited):
     cdef object overdue(self):
         """Return the error of a key with missing participants; it runs no ``__repr__`` of a user's key."""
         what = self._waits_for(self.key.plain)
-        return NcclTimeout(self.say(f"not all participants came within {self.timeout:g} s; it waits for {what}"))
+        return NcclTimeout(self.say(f"not all participants arrived within {self.timeout:g} s; it waits for {what}"))
 
     cdef str _waits_for(self, bint shows_key):
         cdef Participant participant
@@ -365,7 +365,7 @@ cdef class Gathering(Awaited):
             return "its communicator"
         here = sorted([participant.device for participant in self.participants])
         more = self.num_local - self.arrived
-        return f"{more} more local participant{'' if more == 1 else 's'}; devices {here} have come"
+        return f"{more} more local participant{'' if more == 1 else 's'}; devices {here} have arrived"
 
     def as_dict(self):
         """Return the entry for `Manager.pending` and for dumps of the recorder."""

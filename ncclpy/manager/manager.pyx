@@ -68,8 +68,9 @@ Gather the participants of collectives by key, and launch each collective when a
     Parameters
     ----------
     timeout : float, optional
-        Seconds within which the participants of a key must arrive, and again within which the collective must then be
-        done. After that every participant fails with `NcclTimeout`. By default there is no limit.
+        Seconds until the participants of a key must have arrived, and then the same number of seconds until the
+        collective must be done. After either limit every participant fails with `NcclTimeout`. By default there is no
+        limit.
     warn_after : float, optional
         Seconds after which a key that still waits is logged, once, as a warning of the logger ``ncclpy.manager``.
     fail_fast : bool, optional
@@ -528,7 +529,7 @@ Gather the participants of collectives by key, and launch each collective when a
         for comm_set, first in unmade:
             failure = NcclTimeout(first.say(
                 f"the communicators of devices {list(comm_set.devices)} were not made within {first.timeout:g} s; where "
-                "there are other nodes, see whether they have come to the same collective"
+                "there are other nodes, see whether they have called the same collective"
             ))
             with self.lock:
                 self._note_failures([failure])
@@ -678,7 +679,7 @@ Gather the participants of collectives by key, and launch each collective when a
         for comm_set in comm_sets:
             works += (<CommunicatorSet>comm_set).unsettled()
         for gathering in gatherings.values():
-            gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
+            gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants arrived")))
             gathering.let_go()
         recorder.remove_gatherer(self.gatherer)
         why = f"and it was not done within {limit:g} s"
@@ -744,7 +745,7 @@ Gather the participants of collectives by key, and launch each collective when a
         gatherings, self.gatherings = self.gatherings, {}
         for gathering in gatherings.values():
             gathering.end(
-                NcclAborted(gathering.say("its Manager was dropped, not closed, before all participants came"))
+                NcclAborted(gathering.say("its Manager was dropped, not closed, before all participants arrived"))
             )
             gathering.let_go()
 

@@ -42,8 +42,8 @@ _STOPPED_AFTER = 0.5
 _MAX_CHECKED = 16
 #: What the error says of missing ranks, by their state: nothing else is known of them.
 _STATE_TEXTS = {
-    "not_joined": "not come to the launcher's store either",
-    "unknown": "come to the launcher's store, and what became of that process is not known",
+    "not_joined": "not reached the launcher's store either",
+    "unknown": "reached the launcher's store, and the state of its process is not known",
 }
 
 #: When the launcher's store failed to answer last, and the sentence about it.

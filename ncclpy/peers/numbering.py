@@ -227,7 +227,7 @@ class Numbering:
                 f"rank {self._rank} of {self._name} was made twice, by {last.process_text} and by {own_text}. Give "
                 "each process a rank of its own, or each group another name",
             )
-        self._skip(last.number, last, f"{own_text} has come in its place")
+        self._skip(last.number, last, f"{own_text} has replaced that process")
         return False
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:

@@ -455,7 +455,7 @@ def _unpacked_answer(packed: bytes) -> Answer:
     """Return the answer that another rank got, with its age if it is old."""
     answer = json.loads(packed)
     age = time.time() - answer["at"]
-    note = f" (so rank {answer['rank']} heard it {seconds(age)} ago)" if age > _OLD_ANSWER else ""
+    note = f" (rank {answer['rank']} learned this {seconds(age)} ago)" if age > _OLD_ANSWER else ""
     return str(answer["said"]) + note, from_data(answer["ranks"])
 
 

@@ -40,7 +40,7 @@ _COUNTED = {
     "blocked_on_input": ("waits for its stream", "wait for their streams"),
     "idle": ("is in no operation", "are in no operation"),
     "in_other_group": ("is blocked in another group or communicator", "are blocked in other groups or communicators"),
-    "in_rendezvous": ("waits for others to come", "wait for others to come"),
+    "in_rendezvous": ("waits for others to arrive", "wait for others to arrive"),
     "running": ("is in another operation", "are in other operations"),
     "launched": ("has launched another operation, which may be done", "have launched others, which may be done"),
 }
@@ -226,7 +226,7 @@ def _clause(state: RankState, subject: OperationInfo | None) -> tuple[str, int]:
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,
         "in_other_group": f"{past} and {{are}} blocked in {current} of {_braces(other_group)}{{since}}",
-        "in_rendezvous": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to come{{since}}",
+        "in_rendezvous": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to arrive{{since}}",
     }
     return templates[state.state], _ORDER.index(state.state)
 

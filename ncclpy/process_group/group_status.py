@@ -218,7 +218,7 @@ class GroupStatus(StatusService):
         `read` is called with what a rank has brought; it returns the value, and raises if the value is malformed.
         """
         all_ranks = list(range(self.size))
-        what = f"to {name} of process group {self.name!r}"
+        what = f"at {name} of process group {self.name!r}"
         brought = json.dumps(value).encode()
 
         def read_one(packed: bytes) -> object:
@@ -350,7 +350,7 @@ class GroupStatus(StatusService):
             present = self.rendezvous.arrived(f"communicator/{label}")
             missing = [rank for rank in members if rank not in present and rank != self.rank]
             if missing and present and summary is not None:  # with none present, the rendezvous is over and deleted
-                summary = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {summary}"
+                summary = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not arrived. {summary}"
         return summary, states
 
     def tell(

@@ -42,7 +42,7 @@ def _read(handle: object) -> _Handle:
     rank, _, rest = rest.partition(":")
     token, colon, address = rest.partition(":")
     if kind != _KIND or not rank.isdecimal() or not token or not colon:
-        raise ValueError(f"handles: {handle!r:.80} is no text of reconfigure_handle()")
+        raise ValueError(f"handles: {handle!r:.80} is not a text of reconfigure_handle()")
     return _Handle(int(rank), token, address)
 
 
@@ -114,7 +114,7 @@ def claim(store: Store, uuid: str, handles: Sequence[str], own_handle: str, refu
 def _handles(packed: bytes) -> list[str]:
     found = json.loads(packed)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise TypeError("it is no list of texts")
+        raise TypeError("it is not a list of texts")
     return found
 
 

@@ -81,8 +81,8 @@ class Joiner(_JoinKeys):
             self.forget(self.number)
         if "other" in reply:
             raise ValueError(
-                f"check: this process came to join process group {self.name!r} with {self.check!r}, its ranks have "
-                f"{reply['other']!r}; all give the same"
+                f"check: this process has passed {self.check!r}, the ranks of process group {self.name!r} have passed "
+                f"{reply['other']!r}; all must pass the same value"
             )
         if "failed" in reply:
             raise NcclError(f"process group {self.name!r} has not admitted this process: {reply['failed']}")
@@ -114,7 +114,7 @@ def _unpack_request(packed: bytes) -> tuple[str, str]:
     """Return the handle and the `check` of a process that asks to join."""
     handle, joiner_check = packed.decode().split(" ")
     if joiner_check not in ("off", "first", "always"):
-        raise ValueError(f"{joiner_check!r} is no way to compare collectives")
+        raise ValueError(f"{joiner_check!r} is not a value of check")
     return handle, joiner_check
 
 

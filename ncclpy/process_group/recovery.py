@@ -243,5 +243,5 @@ def _unpack_decision(decision: bytes) -> dict[str, Any]:
         return {"moved": True}
     members = [int(each) for each in found["members"]]
     if not members or members != sorted(set(members)) or members[0] < 0:
-        raise ValueError(f"{members} are no ranks in their order")
+        raise ValueError(f"{members} is not a list of ranks in ascending order")
     return {"members": members, "uuid": str(found["uuid"])}

@@ -83,7 +83,7 @@ class SparseSum:
         self.expect([each[0] for each in ranks])
         for rank, each in enumerate(ranks):
             if each[1:] != ranks[0][1:]:
-                return f"rank {rank} brings {_shown(each)}, rank 0 brings {_shown(ranks[0])}"
+                return f"rank {rank} passes {_shown(each)}, rank 0 passes {_shown(ranks[0])}"
         return None
 
     def expect(self, counts):

@@ -249,7 +249,7 @@ def test_ranks_of_each_machine_are_numbered_in_their_order(monkeypatch):
 
 
 def test_rank_without_machine_is_same_error_on_all():
-    late = "rank 2 of 3 did not come to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
+    late = "rank 2 of 3 did not arrive to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
     assert locate("aa", 3, 1.0) == [([2], late)] * 2
 
 

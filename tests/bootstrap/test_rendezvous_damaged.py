@@ -57,5 +57,5 @@ def test_invalid_count_and_late_ranks_are_an_error(store):
 def test_key_without_rank_counts_as_no_rank(store):
     store.set(BASE + "0/value/x", b"")
     store.set(BASE + "0/value/" + "9" * 30, b"")
-    with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come"):
+    with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not arrive"):
         gather(store, "m", 0, 2, b"mine", 0.05)

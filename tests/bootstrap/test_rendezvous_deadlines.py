@@ -39,12 +39,12 @@ def check_all_name_absent_ranks(made, pool):
     stores = [made.store, made.another(), made.another(), made.another()]
     waiting = [pool.submit(each.barrier, "name", rank, 5, 2.0) for rank, each in enumerate(stores, 1)]
     for each in waiting:
-        with pytest.raises(ncclpy.NcclTimeout, match=r": rank 0 of 5 did not come to 'name' within 2 s") as caught:
+        with pytest.raises(ncclpy.NcclTimeout, match=r": rank 0 of 5 did not arrive at 'name' within 2 s") as caught:
             each.result(LONG)
         assert caught.value.missing == [0]
     # The rendezvous is over once all have left: for the next rank to come all others are absent.
     with pytest.raises(
-        ncclpy.NcclTimeout, match=r": ranks 0, 2-4 of 5 did not come to 'name' within 100 ms$"
+        ncclpy.NcclTimeout, match=r": ranks 0, 2-4 of 5 did not arrive at 'name' within 100 ms$"
     ) as caught:
         made.store.barrier("name", 1, 5, 0.1)
     assert caught.value.missing == [0, 2, 3, 4]
@@ -56,6 +56,6 @@ def check_rank_that_left_is_named(made, pool):
     for rank in 1, 2:
         with pytest.raises(ncclpy.NcclTimeout):
             made.another().barrier("name", rank, 3, 0.2)
-    with pytest.raises(ncclpy.NcclTimeout, match=r": ranks 1-2 of 3 came to 'name' and left before") as caught:
+    with pytest.raises(ncclpy.NcclTimeout, match=r": ranks 1-2 of 3 arrived at 'name' and left before") as caught:
         long.result(LONG)
     assert caught.value.missing == [1, 2]

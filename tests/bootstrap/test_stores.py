@@ -323,11 +323,11 @@ def test_absent_rank_is_named(made, pool):
         first.result(LONG)
     assert caught.value.missing == [0, 2, 4, 5]
     with pytest.raises(
-        ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 800 ms; rank 1 had come, and left"
+        ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 800 ms; rank 1 had arrived, and left"
     ):
         second.result(LONG)
     third = pool.submit(made.store.barrier, "name", 2, 6, 0.1)
-    with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-1, 3-5 of 6 did not come to '.*name' within 100 ms$"):
+    with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-1, 3-5 of 6 did not arrive at '.*name' within 100 ms$"):
         third.result(LONG)  # a new rendezvous, as no rank was left at the old one
 
 
@@ -349,7 +349,7 @@ def test_meeting_refuses_duplicate_rank_and_other_size(made, pool):
     time.sleep(0.1)
     with pytest.raises(StoreError, match=r"rank 0 is .*already"):
         other.barrier("name", 0, 3, 1)
-    with pytest.raises(StoreError, match=r"rank 1 came .*as one of 2, others as of 3"):
+    with pytest.raises(StoreError, match=r"rank 1 passed size 2.*, other ranks 3"):
         other.barrier("name", 1, 2, 1)
     assert not waiting.done()
     rest = [pool.submit(other.barrier, "name", rank, 3, LONG) for rank in (1, 2)]

@@ -186,7 +186,7 @@ def test_barrier_names_killed_rank(serve, programs, pool):
     assert line(program) == "ready"
     time.sleep(0.2)
     program.kill()
-    with pytest.raises(StoreError, match="rank 2 had come, and its process has ended"):
+    with pytest.raises(StoreError, match="rank 2 had arrived, and its process has ended"):
         waiting.result(LONG)
 
 

@@ -15,7 +15,7 @@ from ncclpy.cli.trace import reading
 from ncclpy.cli.trace.dump import read
 from ncclpy.cli.trace.table import divide, table_of, table_of_text
 
-ADVICE = "A rank is missing or stuck: see which did not come, with ncclpy.recorder.dump() and `ncclpy trace`"
+ADVICE = "A rank is missing or stuck: see which did not arrive, with ncclpy.recorder.dump() and `ncclpy trace`"
 
 
 def failed(rank, sequence, began, ended, error="it was not done in 2 s", **changes):
@@ -140,8 +140,8 @@ def test_first_divergence_in_time_is_reported(trace):
 def test_group_never_made_and_rank_that_came_after_its_end(trace):
     waits = {"communicator": "default (never made)", "launched": None, "launch": None}
     said = trace(
-        one(failed(0, 0, 91.0, 92.0, "rank 2 did not come", **waits), groups=[group(0, ended=92.0)]),
-        one(failed(1, 0, 91.0, 92.0, "rank 2 did not come", **waits), groups=[group(1, ended=92.0)]),
+        one(failed(0, 0, 91.0, 92.0, "rank 2 did not arrive", **waits), groups=[group(0, ended=92.0)]),
+        one(failed(1, 0, 91.0, 92.0, "rank 2 did not arrive", **waits), groups=[group(1, ended=92.0)]),
         one(groups=[group(2, made=95.5, ended=95.6)]),
     )
     assert section(said, "the ranks part") == [

@@ -113,9 +113,9 @@ if rank != 1:
     ncclpy.Communicator.from_env(timeout=1.5)
 """))  # fmt: skip
     assert done.returncode == 1
-    words = r"NcclTimeout: (.*) did not come to make communicator 1 of Communicator.from_env within 1.5 s; (.*)$"
+    words = r"NcclTimeout: (.*) did not arrive to make communicator 1 of Communicator.from_env within 1.5 s; (.*)$"
     # The first rank to give up has told the other one.
-    found = ("rank 1 of 3", "rank 1 has not come to the launcher's store either")
+    found = ("rank 1 of 3", "rank 1 has not reached the launcher's store either")
     assert re.findall(words, done.stderr, re.MULTILINE) == [found] * 2, done.stderr
 
 
@@ -142,10 +142,10 @@ else:
     store.barrier("both have told", rank // 3, 2)
     store.set("done", b"")
 """))  # fmt: skip
-    said = "[1, 2] ranks 1-2 of 4 did not come to make communicator 1 of Communicator.from_env within 1.5 s"
+    said = "[1, 2] ranks 1-2 of 4 did not arrive to make communicator 1 of Communicator.from_env within 1.5 s"
     for rank in (0, 3):
         assert runs.of_rank(done.stdout, rank) == [
-            f"{said}; rank 1's process has ended; rank 2 has come to the launcher's store, and what became of that "
+            f"{said}; rank 1's process has ended; rank 2 has reached the launcher's store, and the state of its "
             "process is not known ['running', 'ended', 'unknown', 'running']"
         ], done.stderr
 

@@ -155,7 +155,7 @@ def test_missing_machine_is_named(program):
     address = f"127.0.0.1:{free_port()}"
     done = runs.run("-n", 1, "--nnodes", 2, "--rdzv", address, "--timeout", 0.5, path, folder, env=TOKEN)
     assert done.returncode == 1
-    assert re.search("ncclpy run: NcclTimeout: .*rank 1 of 2 did not come", done.stderr)
+    assert re.search("ncclpy run: NcclTimeout: .*rank 1 of 2 did not arrive", done.stderr)
     done = runs.run(
         "-n", 1, "--nnodes", 2, "--node-rank", 1, "--rdzv", address, "--timeout", 0.5, path, folder, env=TOKEN
     )

@@ -95,7 +95,7 @@ def test_missing_rank_is_named():
     def rank(world):
         if world.rank == 2:
             return None
-        with pytest.raises(NcclTimeout, match="rank 2 of 4 did not come to connect coordinator 'test'") as late:
+        with pytest.raises(NcclTimeout, match="rank 2 of 4 did not arrive to connect coordinator 'test'") as late:
             control_of(world.store, world.rank, 4, patience=1.0)
         return late.value.missing
 

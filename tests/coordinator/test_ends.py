@@ -338,7 +338,7 @@ def test_dropped_coordinator_is_reported(warning):
 
 
 def test_missing_ranks_are_named():
-    with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 .*did not come .*within 200 ms") as raised:
+    with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 .*did not arrive .*within 200 ms") as raised:
         Coordinator((LocalStore(), 0, 2), timeout=0.2)
     assert raised.value.missing == [1]
 

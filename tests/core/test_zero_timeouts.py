@@ -60,7 +60,7 @@ def test_incomplete_key_is_late(own):
     """With the Manager's timeout, or that of the call."""
     with ncclpy.Manager(timeout=30 if own else 0) as manager:
         work = manager.all_reduce("half", np.ones(2), device=0, num_local=2, **({"timeout": 0} if own else {}))
-        with pytest.raises(LATE, match="not all participants came within 0 s"):
+        with pytest.raises(LATE, match="not all participants arrived within 0 s"):
             work.wait(DEADLINE)
 
 

@@ -148,7 +148,7 @@ def test_dump_has_ranks_that_do_not_meet_in_time(tmp_path):
         work = group.all_reduce(np.ones(4))
         assert isinstance(work.exception(30), ncclpy.NcclTimeout)
         (found,) = dumps()
-        assert found["reason"].startswith("NcclTimeout: ranks 1-2 of 3 did not come"), found["reason"]
+        assert found["reason"].startswith("NcclTimeout: ranks 1-2 of 3 did not arrive"), found["reason"]
         (entry,) = found["entries"]
         assert (entry["state"], entry["rank"], entry["nranks"], entry["sequence"]) == ("failed", 0, 3, 0), entry
         assert entry["communicator"] == "default (never made)"
@@ -163,7 +163,7 @@ def test_group_that_reports_errors_is_dumped_too(tmp_path):
         """
         group = alone(rank=0, size=3, timeout=0.3, on_error="report")
         assert isinstance(group.all_reduce(np.ones(4)).exception(30), ncclpy.NcclTimeout)
-        assert "did not come" in dumps()[0]["reason"]
+        assert "did not arrive" in dumps()[0]["reason"]
         assert dumps()[0]["groups"][0]["ended"] is None
         group.abort(); group.close()
         """,
@@ -175,7 +175,7 @@ def test_group_that_reports_errors_is_dumped_too(tmp_path):
 def test_dump_is_written_before_its_group_ends_the_process(tmp_path, on_error):
     run(f"alone(timeout=0.3, on_error={on_error!r}).all_reduce(np.ones(4)); time.sleep(60)", tmp_path, check=False)
     (name,) = os.listdir(tmp_path)
-    assert "did not come" in json.loads((tmp_path / name).read_text())["reason"]
+    assert "did not arrive" in json.loads((tmp_path / name).read_text())["reason"]
 
 
 def test_folder_that_cannot_be_written_is_reported_once_and_harms_nothing(tmp_path):

@@ -151,10 +151,10 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"num_local": 2, "timeout": 0.1}, "not all participants came within 0.1 s"),
+        ({"num_local": 2, "timeout": 0.1}, "not all participants arrived within 0.1 s"),
         (
             {"num_local": 1, "num_global": 2, "global_rank": 0, "communicator_key": bytes(128)},
-            "rank 1 of 2 did not come",
+            "rank 1 of 2 did not arrive",
         ),
         ({"num_local": 1, "device": 1}, None),
     ],

@@ -67,28 +67,28 @@ def multi_node(**changes):
 
 
 CASES = {
-    "operation": Case(operation, ["operation", "device 0 came first with all_reduce", "device 1 brings broadcast"]),
-    "operator": Case(second(op="max"), ["reduction operator", "device 0 came first with sum", "device 1 brings max"]),
-    "dtype": Case(dtype, ["data type", "device 0 came first with float32", "device 1 brings float64"]),
-    "count": Case(count, ["element count", "device 0 came first with 9", "device 1 brings 7"]),
+    "operation": Case(operation, ["operation", "device 0 arrived first with all_reduce", "device 1 passes broadcast"]),
+    "operator": Case(second(op="max"), ["reduction operator", "device 0 arrived first with sum", "device 1 passes max"]),
+    "dtype": Case(dtype, ["data type", "device 0 arrived first with float32", "device 1 passes float64"]),
+    "count": Case(count, ["element count", "device 0 arrived first with 9", "device 1 passes 7"]),
     "num_local": Case(
-        second(num_local=2, num_global=3), ["num_local", "device 0 came first with 3", "device 1 brings 2"]
+        second(num_local=2, num_global=3), ["num_local", "device 0 arrived first with 3", "device 1 passes 2"]
     ),
-    "num_local alone": Case(second(num_local=2), ["(num_local)", "device 0 came first with 3", "device 1 brings 2"]),
-    "num_global": Case(second(num_global=5), ["num_global", "device 0 came first with 3", "device 1 brings 5"]),
+    "num_local alone": Case(second(num_local=2), ["(num_local)", "device 0 arrived first with 3", "device 1 passes 2"]),
+    "num_global": Case(second(num_global=5), ["num_global", "device 0 arrived first with 3", "device 1 passes 5"]),
     "a communicator key and none": Case(
         second(communicator_key=bytes(range(128))),
-        ["communicator key", "device 0 came first with none", "device 1 brings 0001020304050607"],
+        ["communicator key", "device 0 arrived first with none", "device 1 passes 0001020304050607"],
     ),
     "communicator key": Case(
         multi_node(communicator_key=bytes(range(1, 129))),
-        ["communicator key", "device 0 came first with 0001020304050607", "device 1 brings 0102030405060708"],
+        ["communicator key", "device 0 arrived first with 0001020304050607", "device 1 passes 0102030405060708"],
     ),
     "the end of the communicator key": Case(
         multi_node(communicator_key=bytes(range(127)) + b"!"), ["communicator key", "device 0", "device 1"]
     ),
     "a short communicator key": Case(
-        multi_node(communicator_key=b"short"), ["communicator key", "device 1 brings 73686f7274"]
+        multi_node(communicator_key=b"short"), ["communicator key", "device 1 passes 73686f7274"]
     ),
     "duplicate device": Case(second(device=0), ["two participants on device 0"]),
     "duplicate rank": Case(multi_node(global_rank=0), ["two participants of global rank 0", "devices 0 and 1"]),
@@ -96,7 +96,7 @@ CASES = {
     "global rank": Case(multi_node(global_rank=4), ["global rank 4", "device 1", "there are 4"]),
     "no root": Case(rooted([None] * 3, []), ["no root"]),
     "two roots": Case(rooted([None] * 3, [0, 1]), ["two roots", "devices 0 and 1"]),
-    "roots that differ": Case(rooted([2, 0, 2], [2]), ["root", "device 0 came first with 2", "device 1 brings 0"]),
+    "roots that differ": Case(rooted([2, 0, 2], [2]), ["root", "device 0 arrived first with 2", "device 1 passes 0"]),
     "a root that says another": Case(rooted([None, None, 1], [2]), ["device 2", "rank 2", "root is 1"]),
     "a root that does not know": Case(rooted([1, None, None], [2]), ["two roots", "device 2", "device 0", "rank 1"]),
     "a root that never came": Case(rooted([None, 1, None], []), ["device 1", "rank 1"]),
@@ -139,7 +139,7 @@ def test_fail_fast_fails_at_once(make_manager):
 
 def test_flavour_of_a_type(manager, host_engine):
     error = one_error([flavour(manager, None, r) for r in range(3)])
-    for word in ("data type", "device 0 came first with uint8", "device 1 brings bool"):
+    for word in ("data type", "device 0 arrived first with uint8", "device 1 passes bool"):
         assert word in str(error)
 
 
@@ -154,7 +154,7 @@ def test_one_participant_too_many(manager):
         for r in range(3)
     ]
     error = one_error(works)
-    for word in ("'k'", "one participant too many", "device 2", "2 have come"):
+    for word in ("'k'", "one participant too many", "device 2", "2 have arrived"):
         assert word in str(error)
     check_usable(manager, "k", range(3))
 

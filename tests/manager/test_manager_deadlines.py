@@ -34,7 +34,7 @@ def test_gathering_past_its_deadline(make_manager):
     works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n - 1)]
     error, seconds = timed(lambda: one_error(works))
     assert isinstance(error, ncclpy.NcclTimeout) and isinstance(error, TimeoutError)
-    for word in ("'k'", "0.2 s", "1 more local participant;", f"devices {list(range(n - 1))} have come"):
+    for word in ("'k'", "0.2 s", "1 more local participant;", f"devices {list(range(n - 1))} have arrived"):
         assert word in str(error)
     assert 0.1 < seconds < 5
     assert manager.pending() == []
@@ -132,7 +132,7 @@ def test_timeout_of_a_wait_ends_the_wait_only(manager):
     data = Data(n)
     work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
     for timeout in (0, 0.05):
-        with pytest.raises(ncclpy.NcclTimeout, match=r"pending.*1 more local participant;.*\[0\] have come") as caught:
+        with pytest.raises(ncclpy.NcclTimeout, match=r"pending.*1 more local participant;.*\[0\] have arrived") as caught:
             work.wait(timeout)
         assert "'k'" in str(caught.value)
     finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
@@ -148,7 +148,7 @@ def test_pending(manager):
     assert (first["key"], first["operation"], first["arrived"], first["num_local"]) == (("a", 0), "all_reduce", [0], n)
     assert (second["key"], second["arrived"], second["missing"]) == (("a", 1), [0, 1], n - 2)
     assert abs(first["since"] - time.monotonic()) < 5
-    assert "have come" in second["waits_for"]
+    assert "have arrived" in second["waits_for"]
     assert manager.stats()["gathering"] == 2
 
 
@@ -161,7 +161,7 @@ def test_stall_is_logged_once(make_manager, caplog):
         testing.wait_for(lambda: caplog.records, "the warning")
         time.sleep(0.4)  # time for a second one
     said = [record.getMessage() for record in caplog.records if record.name == "ncclpy.manager"]
-    assert len(said) == 1 and "'slow'" in said[0] and "[0] have come" in said[0]
+    assert len(said) == 1 and "'slow'" in said[0] and "[0] have arrived" in said[0]
     works += [manager.all_reduce("slow", data.input(r), device=r, num_local=n) for r in range(1, n)]
     finish(works)
 

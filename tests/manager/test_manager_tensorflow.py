@@ -214,7 +214,7 @@ def test_consistent_number_of_devices(manager):
     data = Data(2)
     works = [manager.all_reduce("k", data.input(r), device=r, num_local=2, num_global=2 + r) for r in range(2)]
     error = one_error(works)
-    for word in ("num_global", "device 0 came first with 2", "device 1 brings 3"):
+    for word in ("num_global", "device 0 arrived first with 2", "device 1 passes 3"):
         assert word in str(error)
     check_usable(manager, "k", range(2))
 
@@ -242,7 +242,7 @@ def test_broadcast_inconsistent_source(manager):
     works = [manager.broadcast_send("k", data.input(0), device=0, num_local=n, root=0)]
     works += [manager.broadcast_recv("k", data.input(r), device=r, num_local=n, root=1) for r in range(1, n)]
     error = one_error(works)
-    for word in ("root", "device 0 came first with 0", "device 1 brings 1"):
+    for word in ("root", "device 0 arrived first with 0", "device 1 passes 1"):
         assert word in str(error), error
     check_usable(manager, "k", range(n))
 

@@ -137,7 +137,7 @@ def test_key_may_complete_while_a_wait_that_timed_out_shows_it(manager):
     assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
     key.go_on.set()
     said = testing.without_line(waiting())
-    assert said.endswith("is pending after 0.01 s; it waits for 1 more local participant; devices [0] have come")
+    assert said.endswith("is pending after 0.01 s; it waits for 1 more local participant; devices [0] have arrived")
 
 
 @pytest.mark.parametrize("other", [Key, str], ids=["of a class", "and plain ones"])

@@ -207,7 +207,7 @@ def test_ranks_missing_in_the_store_are_named():
     errors.append(one_of(managers[2], 2, 4, key, "it comes later").exception(30))
     for error, name in zip(errors, ("step 0", "step 0", "it comes later"), strict=True):
         assert isinstance(error, ncclpy.NcclTimeout) and error.missing == [2, 3], error
-        head, _, tail = str(error).partition(" did not come to make communicator '")
+        head, _, tail = str(error).partition(" did not arrive to make communicator '")
         assert head == f"key '{name}': ranks 2-3 of 4" and testing.without_line(tail).endswith("' within 500 ms"), (
             error
         )
@@ -290,7 +290,7 @@ def test_rank_of_a_process_that_has_ended_is_told_apart(host_engine):
             error = work.exception(60)
             manager.close()
         assert error.missing == [1, 2], error
-        assert str(error).startswith("key 'step 0': ranks 1-2 of 3 did not come to make communicator '"), error
+        assert str(error).startswith("key 'step 0': ranks 1-2 of 3 did not arrive to make communicator '"), error
         said = str(error).partition(". This rank called ")[0]
         assert said.endswith(" within 500 ms; rank 1's process has ended"), error
         """,
@@ -330,7 +330,7 @@ def test_end_of_a_process_ends_the_wait_for_it(host_engine, dies):
             error = work.exception(30)
             manager.close()
         assert type(error) is ncclpy.NcclRemoteError, repr(error)
-        assert "rank {dies} of 3 will not come to make communicator '" in str(error), error
+        assert "rank {dies} of 3 will not arrive to make communicator '" in str(error), error
         assert "': its process has ended" in str(error), error
         """,
         warm=True,

@@ -367,10 +367,10 @@ def test_old_answer_is_reported_with_its_age(monkeypatch):
     works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 30 * rank) for rank in range(2)]
     errors = [work.exception(30) for work in works]
     assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2, "also of the one whose deadline is far"
-    assert " (so rank 0 heard it " not in str(errors[0])
+    assert " (rank 0 learned this " not in str(errors[0])
     said = testing.without_line(str(errors[1]))
     assert re.search(
-        r"rank 2 has finished all_reduce #0 .* \(so rank 0 heard it (less than )?[0-9.]+ m?s ago\)$", said
+        r"rank 2 has finished all_reduce #0 .* \(rank 0 learned this (less than )?[0-9.]+ m?s ago\)$", said
     )
     close(managers)
 

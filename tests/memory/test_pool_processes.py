@@ -275,7 +275,7 @@ def test_rank_that_does_not_commit_is_named(run, connected):
     """With or without a communicator of the group by then: the group and the pool stay usable."""
     testing.need_function("ncclCommWindowRegister")
     for said, seconds, *good, clean in run(one_stays_away, connected):
-        assert "rank 1 of 2 did not come to commit" in said, said
+        assert "rank 1 of 2 did not arrive at commit" in said, said
         assert seconds < LONG / 2
         assert good == [True] * 2
         assert clean is True

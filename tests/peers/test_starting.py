@@ -105,7 +105,7 @@ program()
     assert code == [0, 0], output
     for rank in range(2):
         first, *later = said_by(output, rank)
-        assert first.startswith("NcclTimeout: rank 1 of 2 did not come") and later == ["sum 2", "sum 2"], output
+        assert first.startswith("NcclTimeout: rank 1 of 2 did not arrive") and later == ["sum 2", "sum 2"], output
 
 
 def test_duplicate_rank_is_an_error_in_both_processes(host_engine, tmp_path):

@@ -53,7 +53,7 @@ SAID = {
     ),
     "in_rendezvous": (
         [RankState(rank, "in_rendezvous", None, LAST, 3.0, where="split()") for rank in (4, 5)],
-        "ranks 4-5 have finished all_reduce #16 and are in split(), which waits for others to come since 3 s",
+        "ranks 4-5 have finished all_reduce #16 and are in split(), which waits for others to arrive since 3 s",
     ),
     "by guilt": (
         [
@@ -196,7 +196,7 @@ def test_sentence_counts_omitted_ranks_by_state():
     states += [RankState(11, "running", CAST), RankState(12, "launched", LAST), RankState(13, "launched", CAST)]
     assert sentence("g", states, 14, None).endswith(
         "; 1 more rank is in no operation; 1 more rank is blocked in another group or communicator; 1 more rank waits "
-        "for others to come; 1 more rank is in another operation (broadcast); 2 more ranks have launched others, "
+        "for others to arrive; 1 more rank is in another operation (broadcast); 2 more ranks have launched others, "
         "which may be done"
     )
 

@@ -84,80 +84,80 @@ MISMATCHES = {
     "another call": (
         3,
         lambda g: g.all_reduce(np.ones(1024, F4)) if g.rank < 2 else g.broadcast(np.ones(4), root=1),
-        "ranks 0-1 bring all_reduce of 1,024 float32 (sum), rank 2 broadcast of 4 float64 from root 1",
+        "ranks 0-1 call all_reduce of 1,024 float32 (sum), rank 2 broadcast of 4 float64 from root 1",
     ),
     "count": (
         3,
         lambda g: g.all_reduce(np.ones(3 + (g.rank == 1))),
-        "ranks 0, 2 bring all_reduce of 3 float64 (sum), rank 1 all_reduce of 4 float64 (sum)",
+        "ranks 0, 2 call all_reduce of 3 float64 (sum), rank 1 all_reduce of 4 float64 (sum)",
     ),
     "type": (
         2,
         lambda g: g.all_gather(np.ones(2, [F4, np.int32][g.rank]), np.ones(4, [F4, np.int32][g.rank])),
-        "rank 0 brings all_gather of 2 float32, rank 1 all_gather of 2 int32",
+        "rank 0 calls all_gather of 2 float32, rank 1 all_gather of 2 int32",
     ),
     "op": (
         4,
         lambda g: g.reduce(np.ones(2), np.ones(2), op="max" if g.rank == 3 else "sum", root=2),
-        "ranks 0-2 bring reduce of 2 float64 (sum) to root 2, rank 3 reduce of 2 float64 (max) to root 2",
+        "ranks 0-2 call reduce of 2 float64 (sum) to root 2, rank 3 reduce of 2 float64 (max) to root 2",
     ),
     "root": (
         2,
         lambda g: g.broadcast(np.ones(2), root=g.rank),
-        "rank 0 brings broadcast of 2 float64 from root 0, rank 1 broadcast of 2 float64 from root 1",
+        "rank 0 calls broadcast of 2 float64 from root 0, rank 1 broadcast of 2 float64 from root 1",
     ),
     "order": (
         2,
         lambda g: [call(np.ones(1)) for call in (g.all_reduce, g.broadcast)[:: 1 - 2 * g.rank]],
-        "rank 0 brings all_reduce of 1 float64 (sum), rank 1 broadcast of 1 float64 from root 0",
+        "rank 0 calls all_reduce of 1 float64 (sum), rank 1 broadcast of 1 float64 from root 0",
     ),
     "all different": (
         3,
         lambda g: g.all_reduce(np.ones(g.rank + 1)),
-        "rank 0 brings all_reduce of 1 float64 (sum), rank 1 all_reduce of 2 float64 (sum), rank 2 all_reduce of 3 "
+        "rank 0 calls all_reduce of 1 float64 (sum), rank 1 all_reduce of 2 float64 (sum), rank 2 all_reduce of 3 "
         "float64 (sum)",
     ),
     "size of a block": (
         2,
         lambda g: g.all_reduce_coalesced([np.ones(1) for _ in range(2 + g.rank)]),
-        "rank 0 brings a block of 2 collectives, rank 1 a block of 3 collectives, of which number 3 is all_reduce of "
+        "rank 0 calls a block of 2 collectives, rank 1 a block of 3 collectives, of which number 3 is all_reduce of "
         "1 float64 (sum)",
     ),
     "a step of a block": (
         2,
         lambda g: g.all_reduce_coalesced([*np.ones((300, 1)), np.ones(2 + g.rank), np.ones(1)]),  # truncated
-        "rank 0 brings a block of 302 collectives, of which number 301 is all_reduce of 2 float64 (sum), rank 1 a "
+        "rank 0 calls a block of 302 collectives, of which number 301 is all_reduce of 2 float64 (sum), rank 1 a "
         "block of 302 collectives, of which number 301 is all_reduce of 3 float64 (sum)",
     ),
     "parts": (
         2,
         lambda g: g.all_gather(np.ones(1 + g.rank), [np.ones(1), np.ones(2)] if g.rank else [np.ones(1), np.ones(3)]),
-        "rank 0 brings all_gather of parts of 1, 3 float64, rank 1 all_gather of parts of 1, 2 float64",
+        "rank 0 calls all_gather of parts of 1, 3 float64, rank 1 all_gather of parts of 1, 2 float64",
     ),
     "parts of one rank": (
         2,
         lambda g: g.all_gather(np.ones(1), [np.ones(1), np.ones(1)] if g.rank else np.ones(2)),
-        "rank 0 brings all_gather of 1 float64, rank 1 all_gather of parts of 1, 1 float64",
+        "rank 0 calls all_gather of 1 float64, rank 1 all_gather of parts of 1, 1 float64",
     ),
     "parts that go to others": (
         2,
         lambda g: g.all_to_all(np.ones(5), np.ones(5 - g.rank), [2, 3], [2, 3 - g.rank]),
-        "rank 0 brings send of 3 float64 to rank 1, rank 1 brings recv of 2 float64 from rank 0",
+        "rank 0 calls send of 3 float64 to rank 1, rank 1 calls recv of 2 float64 from rank 0",
     ),
     "parts of a gather": (
         3,
         lambda g: g.gather(np.ones(1 + (g.rank == 2)), None if g.rank else [np.ones(1) for _ in range(3)]),
-        "rank 0 brings recv of 1 float64 from rank 2, rank 2 brings send of 2 float64 to rank 0",
+        "rank 0 calls recv of 1 float64 from rank 2, rank 2 calls send of 2 float64 to rank 0",
     ),
     "a gather into one buffer": (
         3,
         lambda g: g.gather(np.ones(1 + (g.rank == 2)), None if g.rank else np.ones(3)),
-        "rank 0 brings recv of 1 float64 from rank 2, rank 2 brings send of 2 float64 to rank 0",
+        "rank 0 calls recv of 1 float64 from rank 2, rank 2 calls send of 2 float64 to rank 0",
     ),
     "a scatter of one buffer": (
         2,
         lambda g: g.scatter(None if g.rank else np.ones(4), np.ones(2 + g.rank)),
-        "rank 0 brings send of 2 float64 to rank 1, rank 1 brings recv of 3 float64 from rank 0",
+        "rank 0 calls send of 2 float64 to rank 1, rank 1 calls recv of 3 float64 from rank 0",
     ),
     "gathers to two roots": (
         2,
@@ -168,7 +168,7 @@ MISMATCHES = {
     "messages of a mixed block": (
         2,
         lambda g: mixed(g, 1 + g.rank),
-        "rank 0 brings send of 2 float64 to rank 1 with tag 1, rank 1 brings recv of 2 float64 from rank 0 with tag 2",
+        "rank 0 calls send of 2 float64 to rank 1 with tag 1, rank 1 calls recv of 2 float64 from rank 0 with tag 2",
     ),
 }  # fmt: skip
 
@@ -216,9 +216,9 @@ def test_types_with_same_nccl_type_are_told_apart(board, kind, how):
             work.wait(DEADLINE)
 
     told = (
-        f"rank 0 brings broadcast of 2 {name} from root 0, rank 1 broadcast of {count} {other} from root 0"
+        f"rank 0 calls broadcast of 2 {name} from root 0, rank 1 broadcast of {count} {other} from root 0"
         if how == "broadcast"
-        else f"rank 0 brings send of 2 {name} to rank 1 with tag 0, rank 1 brings recv of {count} {other} from rank 0"
+        else f"rank 0 calls send of 2 {name} to rank 1 with tag 0, rank 1 calls recv of {count} {other} from rank 0"
     )
     for found in errors_of(2, body, check="first"):
         assert told in found
@@ -286,7 +286,7 @@ def test_call_known_on_one_rank_and_new_on_other_ends_the_group(board):
 
     begun = time.monotonic()
     found = errors_of(2, body, check="first", on_error="report")  # ends the group all the same
-    text = "rank 0 brings all_reduce of 1 float64 (sum), rank 1 broadcast of 2 float64 from root 0"
+    text = "rank 0 calls all_reduce of 1 float64 (sum), rank 1 broadcast of 2 float64 from root 0"
     assert found[1] == disagreement(3, text, 1)
     assert text in found[0]
     assert time.monotonic() - begun < DEADLINE / 4
@@ -308,8 +308,8 @@ def test_rank_far_ahead_still_gets_disagreement(board):
 
     ahead = threading.Event()
     found = errors_of(2, body, check="first")
-    brought = "something it has brought before" if board == "shared" else "all_reduce of 1 float64 (sum)"
-    assert f"rank 0 brings {brought}, rank 1 broadcast of 2 float64 from root 0" in found[1]
+    brought = "an earlier operation again" if board == "shared" else "all_reduce of 1 float64 (sum)"
+    assert f"rank 0 calls {brought}, rank 1 broadcast of 2 float64 from root 0" in found[1]
 
 
 def test_mismatch_with_on_error_report_keeps_the_group(board, caplog):
@@ -361,7 +361,7 @@ def test_messages_that_do_not_fit(board, kind, in_a_block):
     where = "blocks from 0 to 1" if in_a_block else "pair '0:1'"
     for told in errors_of(2, body, check="first"):
         assert (
-            f"ranks 0 and 1 disagree on number 0 of {where}: rank 0 brings {first}, rank 1 brings {second}. NCCL was "
+            f"ranks 0 and 1 disagree on number 0 of {where}: rank 0 calls {first}, rank 1 calls {second}. NCCL was "
             "not called for it"
         ) in told
 
@@ -372,7 +372,7 @@ def test_two_ranks_that_both_send_are_a_mismatch(board):
 
     for told in errors_of(2, body, check="always"):
         assert (
-            "rank 0 brings send of 1 float64 to rank 1 with tag 0, rank 1 brings send of 1 float64 to rank 0" in told
+            "rank 0 calls send of 1 float64 to rank 1 with tag 0, rank 1 calls send of 1 float64 to rank 0" in told
         )
 
 
@@ -532,7 +532,7 @@ def test_check_works_with_each_store(monkeypatch, tmp_path, kind):
     with stores[kind]() as store:
         found = errors_of(2, body, check="first", store=store)
     assert found[1] == disagreement(
-        5, "rank 0 brings all_reduce of 1 float64 (sum), rank 1 all_reduce of 2 float64 (sum)", 1
+        5, "rank 0 calls all_reduce of 1 float64 (sum), rank 1 all_reduce of 2 float64 (sum)", 1
     )
 
 
@@ -552,7 +552,7 @@ def test_missing_rank_is_named(board, met):
 
     found = errors_of(3, body, check="always", timeout=DEADLINE / 2 if met else 0.5)
     what = "to compare collective 1 " if met else "to "  # to compare, or to make the communicator
-    assert all(f"rank 1 of 3 did not come {what}" in told for told in found), found
+    assert all(f"rank 1 of 3 did not arrive {what}" in told for told in found), found
 
 
 def test_late_rank_fails_after_other_rank_gave_up(board):
@@ -561,12 +561,12 @@ def test_late_rank_fails_after_other_rank_gave_up(board):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         if group.rank == 0:
-            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come"):
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not arrive"):
                 group.all_reduce(np.ones(2), timeout=0.2)
             left.set()
         else:
             left.wait(DEADLINE)
-            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 came .* and left"):
+            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 arrived .* and left"):
                 group.all_reduce(np.ones(2))
         with pytest.raises(ncclpy.NcclAborted, match="communicator 'all' was not made, and what was begun on it"):
             group.all_reduce(np.ones(2))

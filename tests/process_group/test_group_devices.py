@@ -82,9 +82,9 @@ def test_calls_are_compared_before_they_are_launched(processes, check):
     """Processes compare calls in shared memory, also those of device arrays."""
     for results, texts in processes.run(comparing, check):
         assert results == [each for number in range(4) for each in (1 + 2 * number, number)]
-        assert "rank 0 brings all_reduce of 2 float32 (sum), rank 1 all_reduce of 3 float32 (sum)" in texts[0]
+        assert "rank 0 calls all_reduce of 2 float32 (sum), rank 1 all_reduce of 3 float32 (sum)" in texts[0]
         first, second = "send of 2 float32 to rank 1 with tag 3", "recv of 2 float32 from rank 0 with tag 4"
-        assert f"rank 0 brings {first}, rank 1 brings {second}" in texts[1]
+        assert f"rank 0 calls {first}, rank 1 calls {second}" in texts[1]
 
 
 def bool_and_complex(world):

@@ -155,10 +155,10 @@ def test_rank_missing_from_split_is_named_and_group_stays(host_engine):
         group.connect()
         if group.rank == 1:
             assert tried.wait(DEADLINE)
-            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 3 did not come"):
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 3 did not arrive"):
                 group.split(0)
         else:
-            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 3 did not come to split/0 of process group"):
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 3 did not arrive at split/0 of process group"):
                 group.split(0)
             tried.set()
         assert group.error is None

@@ -32,7 +32,7 @@ def test_missing_rank_is_named(arrays):
         work.wait(0.01)
     assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
     assert work.exception().missing == [0, 2]
-    assert "ranks 0, 2 of 3 did not come" in str(work.exception())
+    assert "ranks 0, 2 of 3 did not arrive" in str(work.exception())
     with pytest.raises(ncclpy.NcclAborted, match=r"process group 'default' has ended: .*ranks 0, 2 of 3") as caught:
         group.all_reduce(array)
     assert caught.value.__cause__ is group.error is work.exception()
@@ -187,7 +187,7 @@ def test_late_rank_hears_which_ranks_were_missing(host_engine, late):
 
     store, given_up = LocalStore(), threading.Event()
     for text in thread_ranks.run_ranks(3, body, DEADLINE):
-        assert f"ranks {late}, 3 of 4 did not come" in text.replace("2-3", "2, 3")
+        assert f"ranks {late}, 3 of 4 did not arrive" in text.replace("2-3", "2, 3")
 
 
 def test_meeting_leaves_nothing_in_store(host_engine):
@@ -214,7 +214,7 @@ def test_failure_is_in_store_before_close_returns(arrays, monkeypatch):
     assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
     group.close()
     told = [key for key in store.keys() if key.endswith("/ended")]
-    assert told and b"rank 1 of 2 did not come" in store.get(told[0])
+    assert told and b"rank 1 of 2 did not arrive" in store.get(told[0])
 
 
 def test_connect_waits_until_the_communicator_stands():
@@ -631,7 +631,7 @@ def test_process_exits_without_thread_for_its_exit():
     )
     assert done.returncode == 70, done.stderr
     assert "as on_error='exit' says" in done.stderr and "rank 1" in done.stderr
-    assert "rank 1 of 2 did not come" in done.stdout, "the other ranks were not told before"
+    assert "rank 1 of 2 did not arrive" in done.stdout, "the other ranks were not told before"
 
 
 def test_process_exits_although_its_store_does_not_answer():

@@ -56,7 +56,7 @@ def test_rank_of_another_machine_that_is_gone_ends_the_wait_for_a_communicator(t
         """,
         only=[0],
     )[1]
-    assert "NcclRemoteError rank 1 of 2 will not come to make communicator 'all' of process group 'default'" in said
+    assert "NcclRemoteError rank 1 of 2 will not arrive to make communicator 'all' of process group 'default'" in said
     assert "cannot be reached any more" in said, said
 
 

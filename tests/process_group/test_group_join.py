@@ -233,7 +233,7 @@ def test_failed_admit_counts_on_all_ranks(host_engine):
     def body(group):
         group.barrier().wait(DEADLINE)
         work = group.send(np.ones(1), 1) if group.rank == 0 else None
-        with pytest.raises(ncclpy.NcclTimeout, match=r"are not done|rank 0 of 2 did not come"):
+        with pytest.raises(ncclpy.NcclTimeout, match=r"are not done|rank 0 of 2 did not arrive"):
             group.admit(0.2)
         if group.rank == 1:
             work = group.recv(np.ones(1), 0)
@@ -252,14 +252,14 @@ def test_rank_missing_from_admit_is_named(host_engine):
         if group.rank == 0:
             thread = joins(store, 2, arrays, results)
             testing.wait_for(lambda: asks(store), "it")
-            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 of 2 did not come to admit/0 of process group"):
+            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 of 2 did not arrive at admit/0 of process group"):
                 group.admit(0.5)
             thread.join(DEADLINE)
         group.store.barrier("tried", group.rank, 2, DEADLINE)
         return total(group, arrays)
 
     assert run_groups(2, body, store=store) == [3, 3]
-    assert "has not admitted this process: rank 1 of 2 did not come" in str(results[0])
+    assert "has not admitted this process: rank 1 of 2 did not arrive" in str(results[0])
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
@@ -302,7 +302,7 @@ def test_recover_after_joiner_died_in_join(host_engine, monkeypatch):
             joins(store, 2, arrays, results)
             testing.wait_for(lambda: asks(store), "it")
         group.store.barrier("it asks", group.rank, 2, DEADLINE)
-        with pytest.raises(ncclpy.NcclTimeout, match="rank 2 of 3 did not come to the reconfiguration"):
+        with pytest.raises(ncclpy.NcclTimeout, match="rank 2 of 3 did not arrive at the reconfiguration"):
             group.admit(0.5)
         found = group.recover(0.5)
         assert found.survivors == (0, 1)

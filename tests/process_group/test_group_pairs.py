@@ -116,7 +116,7 @@ def test_pair_stays_when_other_rank_does_not_disconnect(host_engine):
         got = np.zeros(2)
         group.connect(peers=[1 - group.rank])
         if group.rank == 0:
-            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come to disconnect pair '0:1' "):
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not arrive to disconnect pair '0:1' "):
                 group.disconnect([1], timeout=0.3)
             work = group.recv(got, 1)
             with pytest.raises(ncclpy.NcclTimeout, match=r"1 operations on communicator '0:1' are not done"):
@@ -127,7 +127,7 @@ def test_pair_stays_when_other_rank_does_not_disconnect(host_engine):
             work = group.send(np.ones(2), 0)
         work.wait(DEADLINE)
         if group.rank == 1:
-            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come to disconnect pair '0:1' "):
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not arrive to disconnect pair '0:1' "):
                 group.disconnect([0])  # the attempt has failed on both ranks
         group.disconnect([1 - group.rank])
         return got.tolist()

@@ -75,7 +75,7 @@ def test_rank_that_is_not_started_is_named(tmp_path):
         """,
     )
     assert codes == [0] * 3, said
-    assert "rank 2 of 3 did not come to make communicator 'all' of process group 'default' within 500 ms" in said, said
+    assert "rank 2 of 3 did not arrive to make communicator 'all' of process group 'default' within 500 ms" in said, said
 
 
 def test_init_process_group_without_launcher_is_an_error():
@@ -152,7 +152,7 @@ def test_rank_of_process_that_ended_before_meeting_is_told_apart():
                 time.sleep(0.01)
             with ncclpy.ProcessGroup(store, 0, 3, device=0, timeout=0.5, name="told") as group:
                 said = str(group.all_reduce(np.ones(2)).exception(60))
-        assert said.startswith("ranks 1-2 of 3 did not come"), said
+        assert said.startswith("ranks 1-2 of 3 did not arrive"), said
         assert "rank 1's process has ended" in said and "rank 2 has not made this group" in said, said
         """,
         warm=True,

@@ -449,7 +449,7 @@ def test_missing_rank_is_named_and_reconfigure_can_be_retried(host_engine):
 
     for error in all_of(groups[:2], "first", SHORT):
         assert isinstance(error, ncclpy.NcclTimeout) and error.missing == [2]
-        assert "rank 2 of 3 did not come to the reconfiguration of process group 'default' within 1 s" in str(error)
+        assert "rank 2 of 3 did not arrive at the reconfiguration of process group 'default' within 1 s" in str(error)
     assert groups[0].error is not None
     assert all_of(groups, "second", DEADLINE) == [None] * 3
     sums = testing.run_threads(3, lambda each: groups[each.rank].all_reduce(np.ones(1)).result(DEADLINE)[0], DEADLINE)
@@ -491,8 +491,8 @@ def test_invalid_handles_change_nothing(host_engine):
         (mine, "expected several texts"),
         ([mine, mine], "is there twice"),
         ([other], "the handle of this group, is not among these 1"),
-        ([mine, "nccl:0:x:y"], "is no text of reconfigure_handle"),
-        ([mine, "ncclpy:x:y:z"], "is no text of reconfigure_handle"),
+        ([mine, "nccl:0:x:y"], "is not a text of reconfigure_handle"),
+        ([mine, "ncclpy:x:y:z"], "is not a text of reconfigure_handle"),
         ([mine, 3], "expected texts of reconfigure_handle"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):

@@ -102,7 +102,7 @@ def test_communicator_refuses_calls_after_failure_and_pairs_continue(host_engine
 def test_missing_ranks_are_logged_and_not_waited_for_again(host_engine, told):
     group = ncclpy.ProcessGroup(LocalStore(), 1, 3, device=0, timeout=0.3, on_error="report")
     error = group.all_reduce(np.ones(3)).exception(DEADLINE)
-    assert "ranks 0, 2 of 3 did not come" in str(error)
+    assert "ranks 0, 2 of 3 did not arrive" in str(error)
     for call in (lambda: group.all_reduce(np.ones(3)), group.connect):
         with pytest.raises(ncclpy.NcclAborted, match=r"'all' was not made, .*ranks 0, 2 of 3") as caught:
             call()

@@ -116,11 +116,11 @@ def test_sparse_sum_between_other_operations(host_engine):
 
 
 DISAGREEMENTS = {
-    "types": (np.arange(2), np.ones(2, np.float32), "values of 1 float64 each, rank 0 brings .* 1 float32 each"),
-    "entries": (np.arange(2), np.ones((2, 3)), "values of 1 float64 each, rank 0 brings .* values of 3 float64"),
-    "shapes of entries": (np.arange(2), np.ones((2, 1, 1)), "values of 1 float64 each, rank 0 brings .* 1x1 float64"),
+    "types": (np.arange(2), np.ones(2, np.float32), "values of 1 float64 each, rank 0 passes .* 1 float32 each"),
+    "entries": (np.arange(2), np.ones((2, 3)), "values of 1 float64 each, rank 0 passes .* values of 3 float64"),
+    "shapes of entries": (np.arange(2), np.ones((2, 1, 1)), "values of 1 float64 each, rank 0 passes .* 1x1 float64"),
     "types that NCCL carries alike": (
-        np.arange(2), np.ones(2, complex), "values of 1 float64 each, rank 0 brings .* 1 complex128 each",
+        np.arange(2), np.ones(2, complex), "values of 1 float64 each, rank 0 passes .* 1 complex128 each",
     ),
     "dimensions": (np.ones((2, 2), np.int64), np.ones(2), "indices without dimensions .* of 2 dimensions"),
 }  # fmt: skip
@@ -133,7 +133,7 @@ def test_disagreement_is_same_error_on_all_ranks(host_engine, what):
 
     def body(group):
         arrays = first if group.rank == 0 else (np.arange(2), np.ones(2))
-        with pytest.raises(ValueError, match=f"all_reduce_sparse: rank 1 brings .*{words}"):
+        with pytest.raises(ValueError, match=f"all_reduce_sparse: rank 1 passes .*{words}"):
             group.all_reduce_sparse(*arrays)
         total = np.ones(1)
         group.all_reduce(total).wait(DEADLINE)
@@ -149,13 +149,13 @@ def alone(**options):
 @pytest.mark.parametrize(
     ("shapes", "said"),
     [
-        ([(4, 3), (5, 3)], r"of shape \(5, 3\), rank 0 brings .* of shape \(4, 3\)"),
-        ([None, (5, 3)], r"of shape \(5, 3\), rank 0 brings .* each$"),
+        ([(4, 3), (5, 3)], r"of shape \(5, 3\), rank 0 passes .* of shape \(4, 3\)"),
+        ([None, (5, 3)], r"of shape \(5, 3\), rank 0 passes .* each$"),
     ],
 )
 def test_different_shapes_are_same_error_on_all_ranks(host_engine, shapes, said):
     def body(group):
-        with pytest.raises(ValueError, match=f"rank 1 brings .*{said}"):
+        with pytest.raises(ValueError, match=f"rank 1 passes .*{said}"):
             group.all_reduce_sparse(np.arange(2), np.ones((2, 3)), shape=shapes[group.rank])
         with pytest.raises(ValueError, match=r"shape: \(4,\) does not fit"):
             group.all_reduce_sparse(np.arange(2), np.ones((2, 3)), shape=(4,))

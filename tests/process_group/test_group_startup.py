@@ -65,7 +65,7 @@ def test_closed_rank_is_not_waited_for(host_engine, what, check, monkeypatch):
     assert len(found) == (1 if what == "send" else 2)
     for error, seconds in found:
         assert seconds < 5, error
-        assert "rank 1 of 3 will not come to " in str(error) and ": closed " in str(error), error
+        assert "rank 1 of 3 will not arrive " in str(error) and ": closed " in str(error), error
         assert error.ranks is not None and len(error.ranks) == 3
         if what != "new_group":
             assert states_of(error)[1] == "closed", error
@@ -81,7 +81,7 @@ def test_several_closed_ranks_are_named_together(host_engine, monkeypatch):
         closed.wait(DEADLINE)
         if group.rank not in (1, 3):
             with pytest.raises(
-                ncclpy.NcclRemoteError, match=r"ranks? .* will not come to .*: closed the group"
+                ncclpy.NcclRemoteError, match=r"ranks? .* will not arrive .*: closed the group"
             ) as error:
                 group.all_reduce(np.ones(2)).wait(DEADLINE)
             assert "it has closed" not in str(error.value)
@@ -218,7 +218,7 @@ def test_late_rank_is_named_with_its_state(host_engine, what):
     first, second, third = run_groups(3, body, timeout=0.5)
     assert second is None
     for error in (first, third):
-        assert "rank 1" in str(error) and "come" in str(error), error
+        assert "rank 1" in str(error) and "arrive" in str(error), error
         assert states_of(error)[1] == "idle" and len(error.ranks) == 3, error
         assert "rank" in str(error) and "no operation" in str(error), error
 
@@ -228,7 +228,7 @@ def test_connect_with_shorter_timeout_names_missing_rank(host_engine):
         group.store.barrier("all have made it", group.rank, 2, DEADLINE)
         if group.rank == 0:
             with pytest.raises(
-                ncclpy.NcclTimeout, match=r"is not made after 0\.2 s. rank 1 has not come\. "
+                ncclpy.NcclTimeout, match=r"is not made after 0\.2 s. rank 1 has not arrived\. "
             ) as caught:
                 group.connect(timeout=0.2)
             assert states_of(caught.value) == ["idle", "idle"] and group.error is None
@@ -257,7 +257,7 @@ def test_suspected_end_of_rank_is_checked_again(monkeypatch):
         return None if len(looks) == 2 else ("it is not there", 2)
 
     group = RankRendezvous(store, "a group", 0, 2, is_lost=is_lost)
-    with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of 2 will not come to meet: it is not there"):
+    with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of 2 will not arrive to meet: it is not there"):
         group.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
     assert looks == [1] * 4
 
@@ -390,8 +390,8 @@ def test_joiner_with_different_check_option_is_refused(host_engine):
             assert group.admit() == ()
             time.sleep(0.02)
         assert told == [
-            "check: this process came to join process group 'default' with 'off', its ranks have 'always'; "
-            "all give the same"
+            "check: this process has passed 'off', the ranks of process group 'default' have passed 'always'; "
+            "all must pass the same value"
         ]
         assert group.error is None and group.all_reduce(np.ones(1)).result(DEADLINE)[0] == 1
 
@@ -432,7 +432,7 @@ def test_rank_missing_from_reconfigure_is_named_by_its_old_rank(host_engine):
     handles = [group.reconfigure_handle() for group in groups]
     with pytest.raises(ncclpy.NcclTimeout) as caught:
         groups[0].reconfigure(handles[::-1], uuid="a", timeout=0.5)
-    assert "those that become ranks 0-1 of 3 (made as ranks 2, 1) did not come" in str(caught.value)
+    assert "those that become ranks 0-1 of 3 (made as ranks 2, 1) did not arrive" in str(caught.value)
     told = "was ended by rank 0 of 3: it waits in reconfigure() to continue with other ranks"
     testing.wait_for(lambda: groups[1].error is not None, "the news")
     assert told in str(groups[1].error)

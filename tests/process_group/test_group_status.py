@@ -104,7 +104,7 @@ INSTEAD = {
         "since",
         OperationInfo("all_reduce", 0, "float64", 3, "sum", None),
     ),
-    "a split": ("rank 2 has finished all_reduce #0 and is in split(), which waits for others to come since", None),
+    "a split": ("rank 2 has finished all_reduce #0 and is in split(), which waits for others to arrive since", None),
     "a send first": ("rank 2 is in send #0 to rank 1 (float64 x 3)", OperationInfo("send", 0, "float64", 3, None, 1)),
     "closed": ("rank 2 has closed the group after all_reduce #0", None),
     "closing": ("rank 2 has closed the group after all_reduce #0", None),

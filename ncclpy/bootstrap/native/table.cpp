@@ -319,7 +319,7 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   Rendezvous& rendezvous = *place;
   if (rendezvous.size != size) {
     refuse(connection, id, Op::gather,
-           "rank " + std::to_string(rank) + " came as one of " + std::to_string(size) + ", others as of " +
+           "rank " + std::to_string(rank) + " passed size " + std::to_string(size) + ", other ranks " +
                std::to_string(rendezvous.size));
     return true;
   }
@@ -544,7 +544,7 @@ void Table::gone(uint64_t connection, bool goodbye) {
     for (auto [other, id] : left) {
       remove(other, id);
       refuse(other, id, Op::gather,
-             "rank " + std::to_string(rank) + " had come, and its process has ended or its host is gone");
+             "rank " + std::to_string(rank) + " had arrived, and its process has ended or its host is gone");
     }
   }
   for (const auto& [id, prefix] : at->second.watches) remove_watch(connection, id, prefix);

@@ -65,7 +65,7 @@ cdef class CollectiveCheck:
             if now() >= deadline:
                 raise NcclTimeout(
                     f"rank {self.rank} of process group {self.name!r}: another thread still waits for the other ranks to "
-                    "bring what it has begun"
+                    "call the operation that it has begun"
                 )
         return 0
 
@@ -112,7 +112,7 @@ cdef class CollectiveCheck:
                     if not absent:
                         continue
                     late = NcclTimeout(
-                        f"{ranks(spans(absent))} of {self.size} did not come to compare collective {number} of process "
+                        f"{ranks(spans(absent))} of {self.size} did not arrive to compare collective {number} of process "
                         f"group {self.name!r} within {seconds(limit)}. NCCL was not called"
                     )
                     late.missing = absent
@@ -145,8 +145,8 @@ cdef class CollectiveCheck:
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:
             late = NcclTimeout(
-                f"{ranks(spans(left))} of {self.size} came to compare collective {number} of process group {self.name!r}, "
-                "and left before all others were there. NCCL was not called"
+                f"{ranks(spans(left))} of {self.size} arrived to compare collective {number} of process group {self.name!r}, "
+                "and left before all others had arrived. NCCL was not called"
             )
             late.missing = left
             raise late

@@ -418,7 +418,7 @@ cdef class PendingMessages:
                     return False
                 key, peer, own = absent
                 error = NcclTimeout(
-                    f"rank {group.rank} of process group {group.name!r} brings {message_text(own, peer)}, number {key[1]} of "
+                    f"rank {group.rank} of process group {group.name!r} calls {message_text(own, peer)}, number {key[1]} of "
                     f"{channel_text(key[0], group.rank, peer)}; rank {peer} has not begun the matching message within "
                     f"{seconds(request.limit)}. NCCL was not called"
                 )

@@ -135,19 +135,19 @@ def _text(calls: list[_Call], place: int, single: bool) -> str:
 
 
 def _grouped(texts: Sequence[str]) -> str:
-    """Describe which ranks bring what."""
+    """Describe which ranks make which calls."""
     ranks_with: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks_with.setdefault(text, []).append(rank)
     parts = []
     for i, (text, members) in enumerate(ranks_with.items()):
-        verb = "" if i else " brings" if len(members) == 1 else " bring"
+        verb = "" if i else " calls" if len(members) == 1 else " call"
         parts.append(f"{ranks(spans(members))}{verb} {text}")
     return ", ".join(parts)
 
 
 def message_text(message: Message | None, peer: int) -> str:
-    """Describe a message, from the view of the rank that brings it."""
+    """Describe a message, from the view of the rank that calls it."""
     if message is None:
         return "nothing"
     _, kind, dtype, count, tag = message
@@ -165,7 +165,7 @@ def difference_of_messages(mine: Message, theirs: Message, rank: int, peer: int)
 
 def _pair(mine: Message | None, theirs: Message | None, rank: int, peer: int) -> str:
     both = sorted([(rank, mine, peer), (peer, theirs, rank)], key=lambda each: each[0])
-    first, second = (f"rank {each} brings {message_text(message, other)}" for each, message, other in both)
+    first, second = (f"rank {each} calls {message_text(message, other)}" for each, message, other in both)
     return f"{first}, {second}"
 
 
@@ -187,7 +187,7 @@ def disagreement(notes: Sequence[bytes | None]) -> str | None:
             place += 1
         single = all(len(calls) == 1 for calls in known)
         return _grouped([
-            "something it has brought before" if calls is None else _text(calls, place, single) for calls in by_rank
+            "an earlier operation again" if calls is None else _text(calls, place, single) for calls in by_rank
         ])  # fmt: skip
     between: dict[tuple[int, int, int], list[Message]] = {}
     for rank, note in enumerate(notes):

@@ -98,7 +98,7 @@ def test_manager_participants_of_key_need_same_type(host_engine, manager_of_two)
         manager_of_two.all_gather("k", np.zeros(2, dtype), np.zeros(4, dtype), device=r, num_local=2)
         for r, dtype in enumerate(["int16", "uint16"])
     ]
-    with pytest.raises(ValueError, match="data type: device 0 came first with int16, device 1 brings uint16"):
+    with pytest.raises(ValueError, match="data type: device 0 arrived first with int16, device 1 passes uint16"):
         works[0].wait(20)
 
 

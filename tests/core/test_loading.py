@@ -133,8 +133,7 @@ def test_invalid_choice_says_what_is_expected(choice, by):
         """
     first, *rest = run(code, **({by: choice} if by == "NCCLPY_LIBRARY" else {})).splitlines()
     assert first == (
-        f'{by} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL. '
-        "Searched:"
+        f'{by} chose {choice!r}, which is neither "host" nor "cuda" nor the path of an NCCL library. Searched:'
     )
     assert rest[0] == f"  {choice} ({by}): cannot open shared object file: No such file or directory"
     assert "NCCLPY_LIBRARY=host" in rest[1] and "/path/to/libnccl.so.2" in rest[2]

@@ -28,7 +28,7 @@ from ncclpy.errors import LibraryNotFound, NcclError, NcclRemoteError, NcclTimeo
 
 
 cdef str missing_ranks(ncclComm_t comm):
-    """Return "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)", or "".
+    """Return "AllReduce: arrived: 0; missing: 1 (process 4711, last call AllReduce, 1 before this one, dead)", or "".
 
     The text is empty with NVIDIA's NCCL, and if the communicator waits for no rank. For a child that is still being
     made, pass its parent. The communicator's lock is not needed, since another thread may hold it in a stuck call; but
@@ -349,7 +349,7 @@ def _warn_of_faults():
     if host_engine and plan.replace(";", " ").strip():
         _log.warning(
             "NCCLPY_FAULTS=%r is set: the host engine of process %d fails, hangs, dies or corrupts results as this plan says. "
-            "Unset the variable if this is no test",
+            "Unset the variable unless this is a test",
             plan, os.getpid(),
         )
 
@@ -361,7 +361,7 @@ def _load():
         return _open([(search.host_engine_path(), "the host engine of this package")], origin)
     if choice is not None and choice != "cuda":
         wrong = (
-            f'{origin} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL'
+            f'{origin} chose {choice!r}, which is neither "host" nor "cuda" nor the path of an NCCL library'
         )
         return _open([(choice, origin)], origin, wrong)
     places = search.candidates()

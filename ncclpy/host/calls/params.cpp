@@ -62,7 +62,7 @@ ncclResult_t unwrap(const char* function, ncclParamHandle_t handle, const void* 
       return ncclSuccess;
     }
   }
-  return fail(ncclInvalidArgument, "%s : %p is no handle of ncclParamBind", function, static_cast<void*>(handle));
+  return fail(ncclInvalidArgument, "%s : %p is not a handle of ncclParamBind", function, static_cast<void*>(handle));
 }
 
 ncclResult_t wrong_type(const char* function, const Parameter& parameter) {

@@ -265,7 +265,7 @@ ncclResult_t part_pointer(ncclWindow_t handle, size_t offset, int rank, void** p
   NCCLPY_TRY(check_pointer(pointer, function, "outPtr"));
   const std::shared_ptr<Window> window = window_behind(handle);
   if (window == nullptr) {
-    return fail(ncclInvalidArgument, "%s : %p is no window, or one that was deregistered", function,
+    return fail(ncclInvalidArgument, "%s : %p is not a window, or was deregistered", function,
                 static_cast<void*>(handle));
   }
   if (rank < 0 || size_t(rank) >= window->parts.size()) {
@@ -287,7 +287,7 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
   std::lock_guard lock(comm.mutex);
   const auto found = comm.windows.find(handle);
   if (found == comm.windows.end()) {
-    return fail(ncclInvalidArgument, "%s : %p is no window of this communicator, or one that was deregistered", function,
+    return fail(ncclInvalidArgument, "%s : %p is not a window of this communicator, or was deregistered", function,
                 static_cast<void*>(handle));
   }
   *window = found->second;

@@ -23,7 +23,7 @@ ncclResult_t look_up(ncclComm_t handle, const char* function, std::shared_ptr<Co
   NCCLPY_TRY(check_pointer(handle, function, "comm"));
   *comm = handles().find(reinterpret_cast<uint64_t>(handle));
   if (*comm == nullptr) {
-    return fail(ncclInvalidArgument, "%s : comm %p is no communicator, or one that was destroyed or aborted", function,
+    return fail(ncclInvalidArgument, "%s : comm %p is not a communicator, or was destroyed or aborted", function,
                 static_cast<void*>(handle));
   }
   return ncclSuccess;

@@ -94,7 +94,7 @@ std::string state_of(Segment& segment, int rank, uint64_t awaited) {
   // A control call was over when it returned; an operation may still be waiting in its stream.
   const bool is_operation = kind_in(called) != CallKind::none && kind_in(called) < CallKind::split;
   if (is_operation && slot.last_done.load(std::memory_order_relaxed) != called)
-    return "which its stream has not begun";
+    return "still queued on its stream";
   const std::string blocked = blocked_elsewhere(segment, rank);
   return blocked.empty() ? "in no operation of this communicator" : blocked;
 }
@@ -135,8 +135,8 @@ std::string stragglers_in_init(Segment& segment, const char* what) {
   for (int rank = 0; rank < segment.nranks(); rank++) {
     (segment.slot(rank).present.load(std::memory_order_acquire) ? arrived : absent).push_back(rank);
   }
-  return std::string(what) + ": came: " + listed(arrived) + "; missing: " + listed(absent) +
-         ", which have not come with this unique id";
+  return std::string(what) + ": arrived: " + listed(arrived) + "; missing: " + listed(absent) +
+         ", which have not joined with this unique id";
 }
 
 std::string stragglers_at(Comm& comm, Side side) {
@@ -159,7 +159,7 @@ std::string stragglers_at(Comm& comm, Side side) {
     (segment.slot(rank).arrived[side].load(std::memory_order_relaxed) >= target ? arrived : absent).push_back(rank);
   }
   if (absent.empty()) return kind_name(call) + ": all ranks have arrived, the call is under way";
-  return kind_name(call) + ": came: " + listed(arrived) + "; missing: " + describe_absent(comm, absent, call);
+  return kind_name(call) + ": arrived: " + listed(arrived) + "; missing: " + describe_absent(comm, absent, call);
 }
 
 }  // namespace
@@ -179,7 +179,7 @@ std::string straggler_report(Comm& comm) {
   const uint64_t called = segment->slot(comm.rank).last_call.load(std::memory_order_relaxed);
   const bool is_operation = called != 0 && kind_in(called) < CallKind::split;
   if (is_operation && segment->slot(comm.rank).last_done.load(std::memory_order_relaxed) != called)
-    return kind_name(called) + " has not begun: its stream still has other work to do";
+    return kind_name(called) + " is still queued on its stream, behind other work";
   return {};
 }
 

@@ -8,7 +8,7 @@
 
 namespace ncclpy::host {
 
-// "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)". "" if the
+// "AllReduce: arrived: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)". "" if the
 // communicator waits for nothing. Only reads memory: it may be called while other threads are stuck in the
 // communicator, and never waits for them.
 std::string straggler_report(Comm& comm);

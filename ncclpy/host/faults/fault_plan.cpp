@@ -160,7 +160,7 @@ ncclResult_t parse_word(const std::string& word, Rule* rule) {
 }
 
 ncclResult_t check(Rule* rule) {
-  if (rule->faults.empty()) return wrong(rule->text, "a rule needs do=, with what goes wrong");
+  if (rule->faults.empty()) return wrong(rule->text, "a rule needs do=, which names the fault");
   if (rule->random) {
     rule->last = UINT64_MAX;
     if (rule->probability <= 0) return wrong(rule->text, "random needs p=, the probability of each site");

@@ -22,7 +22,7 @@ void check_destroy(Comm& comm) {
   if (!strict_ends || comm.nranks == 1) return;
   std::lock_guard lock(comm.mutex);
   if (!comm.registrations.empty()) {
-    abort_process(comm, "ends with buffers registered: NCCL frees its proxies, and then asks them to deregister those");
+    abort_process(comm, "ends with registered buffers: NCCL frees its proxies, and then sends them deregistrations");
   }
 }
 

@@ -174,7 +174,7 @@ ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Opera
 ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>* stream) {
   *stream = stream_of(given, device);
   if (*stream != nullptr) return ncclSuccess;
-  return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(given));
+  return fail(ncclUnhandledCudaError, "stream %p is not a stream, or was destroyed", static_cast<void*>(given));
 }
 
 // Operations that run together on the first of several streams: all streams wait for each other before and after them.

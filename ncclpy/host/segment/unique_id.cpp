@@ -80,8 +80,8 @@ ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
   const bool exists = pid > 0 && (kill(pid, 0) == 0 || errno != ESRCH);
   if (!exists) {
     return fail(ncclInvalidUsage,
-                "this unique id leads nowhere: process %d, which %s, has ended, or it runs in another container or on "
-                "another machine; the host engine's ranks share one machine, and the process must live until all "
+                "this unique id cannot be used: process %d, which %s, has ended, or it runs in another container or "
+                "on another machine; the host engine's ranks share one machine, and the process must live until all "
                 "ranks have joined",
                 pid, role);
   }
@@ -219,7 +219,7 @@ bool has_nonce(const IdEntry& entry, const unsigned char* nonce) {
 
 ncclResult_t used_up() {
   return fail(ncclInvalidUsage,
-              "this unique id leads nowhere: it was already used for a communicator; an id serves one communicator, "
+              "this unique id cannot be used: it was already used for a communicator; an id serves one communicator, "
               "make a new one with ncclGetUniqueId");
 }
 
@@ -280,8 +280,8 @@ IdRendezvous::~IdRendezvous() {
 ncclResult_t IdRendezvous::error_of_ended_id(Phase phase) const {
   if (phase != Phase::given_up) return used_up();
   return fail(ncclInvalidUsage,
-              "this unique id leads nowhere: a rank that had joined with it gave up, or was aborted, before all had "
-              "come, or the id was withdrawn; make a new one with ncclGetUniqueId");
+              "this unique id cannot be used: a rank that had joined with it gave up, or was aborted, before all "
+              "ranks had joined, or the id was withdrawn; make a new one with ncclGetUniqueId");
 }
 
 ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
@@ -303,7 +303,7 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
         open_memory(address.pid, address.descriptor, table_name, table_bytes, made_it, &table, &found));
     if (!found) {
       return fail(ncclInvalidUsage,
-                  "this unique id leads nowhere: process %d is not the one that made it any more, or runs in another "
+                  "this unique id cannot be used: process %d is no longer the one that made it, or runs in another "
                   "container; make a new one with ncclGetUniqueId",
                   address.pid);
     }

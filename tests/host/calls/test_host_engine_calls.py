@@ -61,10 +61,10 @@ def test_operations_with_invalid_arguments_are_refused(nccl, comms, streams):
     refused(INVALID_ARGUMENT, "invalid reduction operation -1", reduce, p, p, 4, 7, -1, comm, stream)
     refused(INVALID_ARGUMENT, "reduction operation 9999999 unknown", reduce, p, p, 4, 7, 9999999, comm, stream)
     refused(INVALID_ARGUMENT, "comm argument is NULL", reduce, p, p, 4, 7, SUM, None, stream)
-    refused(INVALID_ARGUMENT, "is no communicator", reduce, p, p, 4, 7, SUM, 0x1234560, stream)
+    refused(INVALID_ARGUMENT, "is not a communicator", reduce, p, p, 4, 7, SUM, 0x1234560, stream)
     refused(INVALID_ARGUMENT, "sendbuff argument is NULL", reduce, None, p, 4, 7, SUM, comm, stream)
     refused(INVALID_ARGUMENT, "recvbuff argument is NULL", reduce, p, None, 4, 7, SUM, comm, stream)
-    refused(UNHANDLED_CUDA, "is no stream", reduce, p, p, 4, 7, SUM, comm, 0x777)
+    refused(UNHANDLED_CUDA, "is not a stream", reduce, p, p, 4, 7, SUM, comm, 0x777)
     refused(INVALID_USAGE, "send to self without a matching recv", nccl.ncclSend, p, 4, 7, 0, comm, stream)
     refused(INVALID_USAGE, "recv to self without a matching send", nccl.ncclRecv, p, 4, 7, 0, comm, stream)
     # More bytes than an address can hold: in one block, or in the blocks of four ranks.

@@ -129,7 +129,7 @@ def test_wrong_arguments_are_refused(nccl, streams):
     put(count=0, offset=400)
     refused(INVALID_ARGUMENT, "invalid peer 1", put, 1, 1)
     refused(INVALID_ARGUMENT, "win", put, 1, 0, None)
-    refused(INVALID_ARGUMENT, "is no window of this communicator", put, 1, 0, 77)
+    refused(INVALID_ARGUMENT, "is not a window of this communicator", put, 1, 0, 77)
     refused(INVALID_ARGUMENT, "101 elements of 4 bytes at offset 0 reach beyond the 400 bytes of rank 0", put, 101)
     refused(INVALID_ARGUMENT, "reach beyond", put, 1, 0, window, 397)
     refused(INVALID_ARGUMENT, "reach beyond", put, 2**62, 0, window, 8)

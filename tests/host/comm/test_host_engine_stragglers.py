@@ -68,7 +68,7 @@ def test_collective_names_arrived_and_missing_ranks(nccl, who, init_all, streams
         reduce(nccl, comms[rank], streams[rank], value[rank])
     other = f"(process {os.getpid()}, last call AllReduce, 1 before this one, in no operation of this communicator)"
     missing = f"missing: 1 {other}, 3 {other}; of this process: 1, 3 (are the calls in one group()?)"
-    expected = f"AllReduce: came: 0, 2; {missing}"
+    expected = f"AllReduce: arrived: 0, 2; {missing}"
     wait_for(lambda: who(comms[0]) == who(comms[2]) == expected)
     assert who(comms[1]) == "", "it waits for nobody"
     assert who(comms[0], 12) == "AllReduce: " and who(comms[0], 1) == ""
@@ -91,12 +91,12 @@ def test_missing_rank_is_reported_with_its_current_call(nccl, who, init_all, str
     reduce(nccl, comms[3], streams[3], value[3])
     wait_for(lambda: "1 (process" in who(comms[0]) and "in Recv" in who(comms[0]) and who(others[3]))
     text = who(comms[0])
-    assert text.startswith("AllReduce: came: 0; missing: 1 (process ")
+    assert text.startswith("AllReduce: arrived: 0; missing: 1 (process ")
     assert f"2 (process {os.getpid()}, no call yet, aborted)" in text
-    assert f"3 (process {os.getpid()}, last call this AllReduce, which its stream has not begun)" in text
+    assert f"3 (process {os.getpid()}, last call this AllReduce, still queued on its stream)" in text
     assert text.endswith("of this process: 1 (are the calls in one group()?)"), "3 has made the call, 2 is gone"
     wait_for(lambda: who(comms[1]).startswith("Recv: missing: 2 (process "))
-    assert who(comms[3]) == "AllReduce has not begun: its stream still has other work to do"
+    assert who(comms[3]) == "AllReduce is still queued on its stream, behind other work"
 
 
 def test_messages_name_the_awaited_peers(nccl, who, init_all, streams):
@@ -126,7 +126,7 @@ def test_init_names_the_missing_ranks(nccl, who):
             nccl.init_into(comms[rank], 6, uid, rank)
 
     threads = [in_thread(init, rank) for rank in (0, 2)]
-    expected = "initialisation: came: 0, 2; missing: 1, 3-5, which have not come with this unique id"
+    expected = "initialisation: arrived: 0, 2; missing: 1, 3-5, which have not joined with this unique id"
     wait_for(lambda: comms[0].value and comms[2].value and who(comms[0]) == who(comms[2]) == expected)
     abort_all(nccl, [comms[0], comms[2]])
     for thread in threads:
@@ -148,7 +148,7 @@ def test_control_calls_name_the_missing_ranks(nccl, who, init_all, call):
                 nccl.ncclCommSuspend(comms[1], 1)
 
     thread = in_thread(make)
-    missing = "0 (process" if call == "shrink" else "came: 1; missing: 0 (process"
+    missing = "0 (process" if call == "shrink" else "arrived: 1; missing: 0 (process"
     wait_for(lambda: f"Comm{call.capitalize()}: " in who(comms[1]) and missing in who(comms[1]))
     assert ("2 (process" in who(comms[1])) == (call != "shrink"), "an excluded rank is not waited for"
     abort_all(nccl, comms)
@@ -164,7 +164,7 @@ def test_report_does_not_wait_for_a_call_that_holds_the_communicator(nccl, who, 
     asker = threading.Thread(target=lambda: answers.extend(who(comms[0]) for _ in range(100)))
     asker.start()
     asker.join(20)
-    assert len(answers) == 100 and all("CommSplit: came: 0; missing: 1" in answer for answer in answers)
+    assert len(answers) == 100 and all("CommSplit: arrived: 0; missing: 1" in answer for answer in answers)
     abort_all(nccl, comms)
     with pytest.raises(NcclError, match="aborted"):
         join(thread)
@@ -194,8 +194,9 @@ def test_timeout_text_names_the_stragglers(nccl):
         comm.all_reduce(value, timeout=1)
     text = str(caught.value)
     assert (
-        f"AllReduce: came: 0; missing: 1 (process {late.pid}, last call AllReduce, 1 before this one, in no operation "
-        f"of this communicator), 2 (process {closed.pid}, last call AllReduce, 1 before this one, closed)" in text
+        f"AllReduce: arrived: 0; missing: 1 (process {late.pid}, last call AllReduce, 1 before this one, in no "
+        f"operation of this communicator), 2 (process {closed.pid}, last call AllReduce, 1 before this one, closed)"
+        in text
     )
     assert "group()" not in text
     for process in (late, closed):
@@ -222,7 +223,7 @@ def test_report_has_no_engine_number_beside_the_operation_number():
     comms[0].broadcast(value, root=0)
     with pytest.raises(ncclpy.NcclTimeout) as caught:
         comms[0].all_reduce(value)
-    assert "AllReduce: came: 0; missing: 1" in str(caught.value) and "#" not in str(caught.value)
+    assert "AllReduce: arrived: 0; missing: 1" in str(caught.value) and "#" not in str(caught.value)
     testing.abort_all(comms)
 
 
@@ -235,6 +236,6 @@ def test_missing_rank_of_this_process_hints_at_a_group():
 
 def test_unfinished_child_is_reported_by_its_parent():
     comms = ncclpy.Communicator.init_all([0, 1], timeout=1.5)
-    with pytest.raises(ncclpy.NcclTimeout, match=r"CommSplit: came: 0; missing: 1 \(process"):
+    with pytest.raises(ncclpy.NcclTimeout, match=r"CommSplit: arrived: 0; missing: 1 \(process"):
         comms[0].split(0)
     testing.abort_all(comms)

@@ -35,7 +35,7 @@ def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
     if stat.S_ISLNK(status.st_mode):
         return "is a link; give the path of the folder itself"
     if not stat.S_ISDIR(status.st_mode):
-        return "is no folder"
+        return "is not a folder"
     if status.st_uid != os.geteuid():
         return _owned_by_another(status)
     if status.st_mode & (0o077 if secret else 0o022):
@@ -126,7 +126,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ForeignFile(f"{os.fspath(path)} is no ordinary file")
+            raise ForeignFile(f"{os.fspath(path)} is not an ordinary file")
         if status.st_uid != os.geteuid():
             raise ForeignFile(f"{os.fspath(path)} {_owned_by_another(status)}")
     except BaseException:

@@ -125,14 +125,14 @@ def as_datatype(value) -> DataType:
     if isinstance(value, DataType):
         return value
     if value is None:  # numpy would return float64
-        raise TypeError("None is no data type")
+        raise TypeError("None is not a data type")
     if isinstance(value, str):
         name = value.lower().removeprefix("torch.")
     elif isinstance(value, int):
         try:
             return DataType(value)
         except ValueError:
-            raise TypeError(f"{value} is no ncclDataType_t; known are 0 to {len(DataType) - 1}") from None
+            raise TypeError(f"{value} is not an ncclDataType_t; valid values are 0 to {len(DataType) - 1}") from None
     else:
         try:
             name = np.dtype(value).name
@@ -152,7 +152,9 @@ def as_op(value) -> int:
         found = _OP_NAMES.get(value.lower())
         if found is not None:
             return found
-    raise TypeError(f"op: {value!r} is no reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)")
+    raise TypeError(
+        f"op: {value!r} is not a reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)"
+    )
 
 
 # The ranges of C's int, and of pointers and handles.

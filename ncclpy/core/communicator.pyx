@@ -227,10 +227,10 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         send, recv : buffer or list of buffer
             Two buffers that do not overlap, of the same type and number of elements, a multiple of ``size``. Or, on
-            all ranks, two lists of ``size`` buffers of any sizes: what goes to, and comes from, each rank.
+            all ranks, two lists of ``size`` buffers of any sizes, which are sent to and received from each rank.
             ``send[j]`` on rank i has as many elements as ``recv[i]`` on rank j.
         send_counts, recv_counts : sequence of int, optional
-            How many elements of the one buffer go to, and come from, each rank; both or none, on all ranks.
+            How many elements of the one buffer are sent to, and received from, each rank; both or none, on all ranks.
             ``send_counts[j]`` on rank i is ``recv_counts[i]`` on rank j.
         stream : optional
             Where the work is enqueued.

@@ -197,7 +197,7 @@ cdef object comm_from_env(object cls, object device, dict options):
             made.peer_status = start.peer_status_of(comm)
             made.status.is_noting = made.peer_status is not None
     except BaseException as error:  # the caller gets no reference to the communicator
-        abort_and_report([made], "from_env did not return it", error)
+        abort_and_report([made], "from_env failed after it had made the communicator", error)
         raise
     return comm
 
@@ -211,7 +211,7 @@ cdef int take_over_comm(Handle made, object pointer) except -1:
     """Wrap an `ncclComm_t` that other code owns."""
     cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
     if address == 0:
-        raise ValueError("pointer: NULL is no communicator")
+        raise ValueError("pointer: expected an ncclComm_t, got NULL")
     made.site = _caller()
     made.raw = <ncclComm_t>address
     made.owned = False

@@ -53,7 +53,7 @@ cdef int builtin_op_code(object op, const View* view, int nranks, str layer) exc
         raise TypeError(f"op: an operator belongs to one communicator; {layer} makes communicators of its own")
     code = op_number(op, view, nranks)
     if code > _LAST_OP:
-        raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
+        raise ValueError(f"op: {code} is not a built-in reduction operator of NCCL")
     return code
 
 
@@ -229,8 +229,8 @@ cdef int validate_put(
     target = <char*>(<Window>window).view.pointer + at
     if o.root == comm.rank and not lie_apart(s.pointer, s.nbytes, target, s.nbytes):
         raise ValueError(
-            f"send: it overlaps what this put writes in window, whose peer {o.root} is this rank: send is {s.nbytes} bytes "
-            f"at {<uintptr_t>s.pointer:#x}, and offset {at} is at {<uintptr_t>target:#x}"
+            f"send: overlaps the range of the window that this put writes (peer {o.root} is this rank): send is "
+            f"{s.nbytes} bytes at {<uintptr_t>s.pointer:#x}, and offset {at} is at {<uintptr_t>target:#x}"
         )
     o.kind = PUT_SIGNAL if s.nbytes else SIGNAL
     o.datatype = s.datatype

@@ -410,7 +410,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             view.datatype, view.flavour, view.unit = element.datatype, element.flavour, element.unit
             if view.nbytes % (view.unit * ITEMSIZE[view.datatype]):
                 raise ValueError(
-                    f"dtype: the {view.nbytes} bytes of the window are no whole number of "
+                    f"dtype: the {view.nbytes} bytes of the window are not a whole number of "
                     f"{name_of(view.datatype, view.flavour)}"
                 )
             view.count = view.nbytes // ITEMSIZE[view.datatype]

@@ -353,12 +353,18 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
     if not handle.become(ABORTED):
         return 0
     mark_local_peer_aborted(handle)
-    handle.abort_state.reason = f"its allocator freed the memory at {hook_keeper.member.ended_for.load():#x}, which it still used"
+    handle.abort_state.reason = (
+        f"an allocator freed the memory at {hook_keeper.member.ended_for.load():#x}, which this communicator "
+        "still used"
+    )
     handle.abort_state.error = NcclTimeout(f"{handle.abort_state.reason} when the timeout of the free had passed")
     log.error("%r was aborted: %s", handle, handle.abort_state.error)
     destroy_graphs(handle)
     if hook_keeper.member.ending.load() == LEFT_BEHIND:
-        log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
+        log.error(
+            "a thread is inside a call of NCCL on %r, which cannot be interrupted: the thread and the communicator "
+            "are left behind", handle,
+        )
     return 0
 
 

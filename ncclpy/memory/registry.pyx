@@ -231,7 +231,7 @@ cdef list _described(const CommSegments* member, object device):
 cdef uintptr_t _address(object pointer) except? 0:
     cdef uintptr_t base = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
     if base == 0:
-        raise ValueError("pointer: NULL is no memory")
+        raise ValueError("pointer: expected the address of memory, got NULL")
     return base
 
 

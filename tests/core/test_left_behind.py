@@ -62,8 +62,11 @@ def test_interrupted_call_that_cannot_be_ended_is_left_behind_with_its_communica
     """The handler's exception is raised, and the communicator takes no further calls."""
     left, warning, refused = said_by(library, INTERRUPTED).splitlines()
     assert (left, refused) == ("left", "refused True False")
-    assert warning.startswith("a thread is inside NCCL with [") and "<ncclpy.Communicator rank 0 of 2" in warning
-    assert "cannot be brought back (a call was left early: Enough): both are left behind." in warning
+    assert (
+        warning.startswith("a thread is inside a call of NCCL on [") and "<ncclpy.Communicator rank 0 of 2" in warning
+    )
+    said = "cannot be interrupted (a call was left early: Enough): the thread and the communicators are left behind."
+    assert said in warning
 
 
 def test_warning_of_what_is_left_behind_names_each_communicator_once(library):
@@ -87,5 +90,8 @@ print(warning.message)
 print(comms[0].closed, thread.is_alive())
 """
     warning, state = said_by(library, program).splitlines()
-    assert warning.startswith("a thread is inside NCCL with [<ncclpy.Communicator rank 0 of 2 on device 0 (aborted)>]")
-    assert "cannot be brought back (abort): both are left behind." in warning and state == "True True"
+    assert warning.startswith(
+        "a thread is inside a call of NCCL on [<ncclpy.Communicator rank 0 of 2 on device 0 (aborted)>]"
+    )
+    said = "cannot be interrupted (abort): the thread and the communicators are left behind."
+    assert said in warning and state == "True True"

@@ -309,7 +309,7 @@ def test_put_to_oneself_is_refused_where_it_overlaps():
     with World(2, count=8, timeout=20) as world:
         comm, array, window = world.comms[0], world.arrays[0], world.windows[0]
         with pytest.raises(
-            ValueError, match="send: it overlaps what this put writes in window, whose peer 0 is this rank"
+            ValueError, match=r"send: overlaps the range of the window that this put writes \(peer 0 is this rank\)"
         ):
             comm.put_signal(array[0:4], window, 0, 8)
         array[:4] = 1, 2, 3, 4

@@ -86,7 +86,7 @@ def test_links_and_files_are_foreign_folders(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "file").touch()
     assert ownership.why_foreign(tmp_path / "link").startswith("is a link")
-    assert ownership.why_foreign(tmp_path / "file") == "is no folder"
+    assert ownership.why_foreign(tmp_path / "file") == "is not a folder"
 
 
 def test_folder_below_one_that_others_can_change_is_exposed(folder, given_away):
@@ -133,7 +133,7 @@ def test_link_pipe_folder_or_file_of_another_user_is_refused_at_once(folder, giv
     else:
         path.touch()
         given_away(path)
-    words = {"link": "is a link", "another user's": f"belongs to user {OTHER}"}.get(kind, "is no ordinary file")
+    words = {"link": "is a link", "another user's": f"belongs to user {OTHER}"}.get(kind, "is not an ordinary file")
 
     def opens():
         with pytest.raises(ownership.ForeignFile, match=words):

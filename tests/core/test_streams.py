@@ -72,10 +72,10 @@ def test_objects_that_are_not_streams_are_refused(comm1, arrays, thing):
 @pytest.mark.parametrize("number", [-1, 1 << 64, np.int64(-1)])
 def test_numbers_that_are_not_handles_are_refused(comm1, arrays, number):
     data = arrays.argument(arrays.make(np.zeros(4, np.float32), 0))
-    with pytest.raises(ValueError, match=r"stream: .* is no handle"):
+    with pytest.raises(ValueError, match=r"stream: .* is not a stream handle"):
         comm1.all_reduce(data, stream=number)
     if isinstance(number, int):
-        with device_memory(0, 16) as pointer, pytest.raises(ValueError, match=r"stream: .* is no handle"):
+        with device_memory(0, 16) as pointer, pytest.raises(ValueError, match=r"stream: .* is not a stream handle"):
             device_module.memset(pointer, 0, 16, stream=number)
 
 

@@ -67,7 +67,7 @@ def test_part_as_another_type(world):
     assert window.peer(1, ncclpy.DataType.INT64).count == COUNT // 2
     with ncclpy.group():
         odd = [comm.window(np.zeros(6, np.uint8)) for comm in world.comms]
-    with rejects("dtype", "the 6 bytes of the window are no whole number of float32"):
+    with rejects("dtype", "the 6 bytes of the window are not a whole number of float32"):
         odd[0].peer(1, "float32")
     with rejects("dtype"):
         window.peer(1, "no type")

@@ -132,6 +132,6 @@ def test_abort_without_a_thread_at_first_is_done_later(host_engine, comms2, capl
             comms2[0].all_reduce(other, stream=stream)
         thread.join(5)
         assert freed == [1]
-        with pytest.raises(ncclpy.NcclTimeout, match="which it still used"):
+        with pytest.raises(ncclpy.NcclTimeout, match="which this communicator still used"):
             comms2[0].barrier()
     comms2[1].abort()

@@ -255,7 +255,7 @@ def test_list_of_buffers_with_counts_is_refused(host_engine):
             lambda: group.reduce_scatter(parts, np.ones(1), counts=[1, 1]),
             lambda: group.all_to_all(parts, parts, [1, 1], [1, 1]),
         ):
-            with pytest.raises(ValueError, match="counts: it goes with one buffer"):
+            with pytest.raises(ValueError, match="counts: only for a single buffer"):
                 call()
 
     run_groups(2, body)

@@ -334,7 +334,7 @@ cdef bytes encoded(object value, object datatype, str argument):
             raise ValueError
         return number.to_bytes(nbytes, "little", signed=signed)
     except (ValueError, OverflowError):  # a fraction, infinity, or too large
-        raise ValueError(f"{argument}: {value!r} is no {datatype.name.lower()}") from None
+        raise ValueError(f"{argument}: {value!r} cannot be represented as {datatype.name.lower()}") from None
 
 
 def _float_bits(value, exponent_bits, fraction_bits, finite):

@@ -428,8 +428,8 @@ cdef int op_number(object op, const View* view, int nranks) except -1:
 
 cdef object cannot_reduce(const View* view, str argument="send"):
     return TypeError(
-        f"{argument}: NCCL cannot reduce {type_name(view)}, it has no such data type; calls that only move data take it. "
-        f"NCCL's are {', '.join(member.name.lower() for member in DataType)}"
+        f"{argument}: NCCL cannot reduce {type_name(view)}, which is not one of its data types; calls that only move "
+        f"data accept it. The data types of NCCL are {', '.join(member.name.lower() for member in DataType)}"
     )
 
 
@@ -752,7 +752,7 @@ cdef int _read_pair(VectorCollective vector, View* s, View* r, object send, obje
 
 cdef int _refuse_list(object buf, str name, str counts) except -1:
     if isinstance(buf, list):
-        raise ValueError(f"{counts}: it goes with one buffer, and {name} is a list of buffers, which has sizes of its own")
+        raise ValueError(f"{counts}: only for a single buffer; {name} is a list of buffers with sizes of their own")
     return 0
 
 

@@ -639,8 +639,9 @@ cdef int _leave_behind(list handles, object reason) except -1:
             mark_local_peer_aborted(handle)
     if handles:
         warnings.warn(
-            f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
-            "communicator made with timeout= or abortable=True can be ended at any time",
+            f"a thread is inside a call of NCCL on {handles!r}, which cannot be interrupted ({reason}): the thread "
+            "and the communicators are left behind. A communicator made with timeout= or abortable=True can be ended "
+            "at any time",
             RuntimeWarning,
             stacklevel=2,
         )

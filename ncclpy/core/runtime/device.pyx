@@ -344,4 +344,4 @@ cdef CUstream _stream_handle(object stream) except? NULL:
     try:
         return <CUstream><uintptr_t>number
     except OverflowError:
-        raise ValueError(f"stream: {number} is no handle; it lies outside the range of addresses") from None
+        raise ValueError(f"stream: {number} is not a stream handle: it lies outside the range of addresses") from None

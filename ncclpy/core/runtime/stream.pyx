@@ -46,7 +46,7 @@ cdef CUstream _from_int(object handle) except? NULL:
     try:
         return <CUstream><uintptr_t>handle
     except OverflowError:
-        raise ValueError(f"stream: {handle} is no handle; it lies outside the range of addresses") from None
+        raise ValueError(f"stream: {handle} is not a stream handle: it lies outside the range of addresses") from None
 
 
 cdef CUstream as_stream_of(object stream, int device) except? NULL:

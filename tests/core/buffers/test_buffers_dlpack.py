@@ -177,6 +177,6 @@ def test_current_stream_of_the_c_exchange_api_is_taken(host_engine, comm1, fails
             with rejects("stream", "cannot be read through DLPack", kind=BufferError):
                 comm1.all_reduce(thing)
         else:
-            with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
+            with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is not a stream"):
                 comm1.all_reduce(thing)
     assert asked == [(_CUDA, 0)]

@@ -72,9 +72,9 @@ def test_list_takes_stream_of_first_buffer_that_has_one(host_engine):
     with device_memory(0, 8) as send, device_memory(0, 8) as recv:
         none, no_stream = ncclpy.Buffer(send, 2, "float32"), CudaArray(recv, (2,), "<f4", stream=0x5300000000000999)
         comm.all_gather(none, [ncclpy.Buffer(recv, 2, "float32")])
-        with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
+        with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is not a stream"):
             comm.all_gather(none, [no_stream])
-        with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
+        with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is not a stream"):
             comm.all_gather(none, no_stream, [2])
         ncclpy.synchronize(0)
     comm.abort()

@@ -83,7 +83,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8, 512K, 16M or 1G (powers of 1024)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 8, 512K, 16M or 1G (powers of 1024)")
     return int(match[1]) * UNITS[match[2]]
 
 

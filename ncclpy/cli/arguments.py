@@ -16,14 +16,14 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def count(text: str) -> int:
     """Return an argument's number, which must be at least 0."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 0")
     return int(text)
 
 
 def positive(text: str) -> int:
     """Return an argument's number, which must be at least 1."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
     return int(text)
 
 
@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"{text!r} is no size; write 8, 512K, 16M or 1.5G (powers of 1024)")
+        raise ValueError(f"{text!r} is not a size; write 8, 512K, 16M or 1.5G (powers of 1024)")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -204,7 +204,7 @@ def hints(facts: dict[str, Any]) -> list[str]:
             if not (facts["peer_access"][a][b] and facts["peer_access"][b][a])
         ]
         if apart:
-            found.append(f"no peer access between devices {', '.join(apart)}: NCCL goes through host memory there")
+            found.append(f"no peer access between devices {', '.join(apart)}: NCCL copies through host memory there")
     if "ml_dtypes" not in facts["packages"]:
         found.append("ml_dtypes is not installed: numpy arrays cannot be bfloat16 or fp8 (pip install ml_dtypes)")
     shm = facts["shm"]

@@ -192,7 +192,7 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["0", "", "8T", "-1", "1.5G"])
 def test_invalid_sizes_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         collectives._size(text)
 
 

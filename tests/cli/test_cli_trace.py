@@ -382,11 +382,11 @@ def without(name):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ["is no JSON", "line 1 column 1"]),
-        (json.dumps(document(entry()))[:-20], ["is no JSON", "written to its end"]),
+        ("", ["is not JSON", "line 1 column 1"]),
+        (json.dumps(document(entry()))[:-20], ["is not JSON", "written to its end"]),
         ("[1]", ["the document is a list, not an object"]),
-        ("[" * 100_000, ["is no dump"]),
-        ('{"format": ' + "9" * 5000 + "}", ["is no dump"]),
+        ("[" * 100_000, ["is not a dump"]),
+        ('{"format": ' + "9" * 5000 + "}", ["is not a dump"]),
         (json.dumps({"traceEvents": []}), ["its format is null, not 'ncclpy-recorder'"]),
         (document(version=2), ["version 2", "reads version 1"]),
         (without("wall"), ["wall is missing"]),
@@ -420,8 +420,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
     assert main(["trace", str(tmp_path / "none.json"), str(empty), str(binary)]) == 2
     second, first, third = capsys.readouterr().err.splitlines()
     assert first.endswith("none.json: cannot be read: No such file or directory")
-    assert first.startswith("ncclpy trace: ") and second.endswith("empty: has no dump, that is no file *.json")
-    assert third.endswith("binary.json: is no JSON: byte 0 is not UTF-8")
+    assert first.startswith("ncclpy trace: ") and second.endswith("empty: contains no dump (a file *.json)")
+    assert third.endswith("binary.json: is not JSON: byte 0 is not UTF-8")
     with pytest.raises(SystemExit) as stopped:
         main(["trace", str(binary), "--chrome", str(tmp_path / "no" / "where.json")])
     assert stopped.value.code == 2
@@ -431,7 +431,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
 def test_readable_dumps_are_reported_beside_unreadable_one(trace):
     status, said, errors = trace(document(launched()), "{")
     assert status == 2
-    assert "rank1.json: is no JSON" in errors and "1 operation not completed" in said
+    assert "rank1.json: is not JSON" in errors and "1 operation not completed" in said
 
 
 def test_last_dump_of_process_counts(trace):

@@ -77,10 +77,10 @@ def test_rank_that_came_after_others_gave_up_is_named(trace):
         one(entry(1, 0, nranks=3), failed(1, 1, 110.001, 112.001, f"rank 1: not done. {ADVICE}")),
         one(entry(2, 0, nranks=3), failed(2, 1, 114.0, 114.5, gone)),
     )
-    assert section(said, "the ranks part") == [
-        "the ranks part at sequence 1 of communicator 9f3a6c0d (3 ranks)",
+    assert section(said, "the ranks diverge") == [
+        "the ranks diverge at sequence 1 of communicator 9f3a6c0d (3 ranks)",
         "  ranks 0-2: all_reduce of 1024 float32 (sum), failed",
-        "  late: rank 2 came 4.000 s after rank 0, 2.000 s after the call had failed on rank 0",
+        "  late: rank 2 called 4.000 s after rank 0, 2.000 s after the call had failed on rank 0",
     ]
     assert section(said, "failed") == [
         "failed",
@@ -94,7 +94,7 @@ def test_rank_that_came_after_others_gave_up_is_named(trace):
 
 def test_ranks_that_failed_together_were_not_late(trace):
     said = trace(*(one(failed(rank, 0, 110.0 + rank / 100, 112.0)) for rank in range(3)))
-    assert "late" not in said and "the ranks part" not in said
+    assert "late" not in said and "the ranks diverge" not in said
     assert said.splitlines()[-1] == "nothing is stuck now, but something has failed: 3 failures"
 
 
@@ -102,7 +102,7 @@ def test_group_operations_count_from_their_launch(trace):
     """A rank that began early, but with late input, was late."""
     other = failed(1, 0, 110.0, 112.0, launch=3, launched=111.9, nranks=2)
     said = trace(one(failed(0, 0, 110.0, 112.0, launch=3, launched=110.1, nranks=2)), one(other))
-    assert "  late: rank 1 came 1.800 s after rank 0" in said.splitlines()
+    assert "  late: rank 1 called 1.800 s after rank 0" in said.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_ranks_are_grouped_by_their_call(trace, changes, called):
         one(launched(2, 4, nranks=5)),
         one(entry(3, 3, nranks=5)),
     )
-    assert section(said, "the ranks part") == [
-        "the ranks part at sequence 4 of communicator 9f3a6c0d (5 ranks)",
+    assert section(said, "the ranks diverge") == [
+        "the ranks diverge at sequence 4 of communicator 9f3a6c0d (5 ranks)",
         "  ranks 0, 2: all_reduce of 1024 float32 (sum), launched and not completed",
         f"  rank 1: {called}, launched and not completed",
         "  rank 3: never launched it",
@@ -133,8 +133,8 @@ def test_ranks_are_grouped_by_their_call(trace, changes, called):
 def test_first_divergence_in_time_is_reported(trace):
     second = launched(0, 7, 120.0, communicator="0000")
     said = trace(one(entry(0), launched(0, 1), second), one(entry(1), entry(1, 6, communicator="0000")))
-    (told,) = [line for line in said.splitlines() if line.startswith("the ranks part")]
-    assert told == "the ranks part at sequence 1 of communicator 9f3a6c0d (2 ranks)"
+    (told,) = [line for line in said.splitlines() if line.startswith("the ranks diverge")]
+    assert told == "the ranks diverge at sequence 1 of communicator 9f3a6c0d (2 ranks)"
 
 
 def test_group_never_made_and_rank_that_came_after_its_end(trace):
@@ -144,13 +144,13 @@ def test_group_never_made_and_rank_that_came_after_its_end(trace):
         one(failed(1, 0, 91.0, 92.0, "rank 2 did not arrive", **waits), groups=[group(1, ended=92.0)]),
         one(groups=[group(2, made=95.5, ended=95.6)]),
     )
-    assert section(said, "the ranks part") == [
-        "the ranks part at sequence 0 of process group 'default' (3 ranks), which was never made",
+    assert section(said, "the ranks diverge") == [
+        "the ranks diverge at sequence 0 of process group 'default' (3 ranks), which was never made",
         "  ranks 0-1: all_reduce of 1024 float32 (sum), failed",
         "  rank 2: never launched it",
     ]
     assert (
-        "late: rank 2 of 3 came to process group 'default' 5.500 s after rank 0, 3.500 s after the group had ended "
+        "late: rank 2 of 3 made process group 'default' 5.500 s after rank 0, 3.500 s after the group had ended "
         "on rank 0" in said.splitlines()
     )
     told = lines_of(said)
@@ -171,7 +171,7 @@ def test_group_rank_without_operations_is_missing_not_unknown(trace):
     said = trace(first)
     assert "no dump of rank 1 (of 2 in process group 'world')" in said.splitlines()
     assert "  rank 1: no dump" in said.splitlines()
-    assert "the first that did not end on all ranks: sequence 0 of communicator world ab12 (2 ranks)" in said
+    assert "the first operation that did not end on all ranks: sequence 0 of communicator world ab12 (2 ranks)" in said
 
 
 def test_healthy_ranks_without_one_dump(trace):
@@ -190,8 +190,8 @@ def test_processes_are_compared_by_shared_clock_or_wall_clock(trace):
     ahead = {"wall": document()["wall"] + 5}
     assert "late" not in trace(one(ends[0]), one(ends[1], **ahead))
     said = trace(one(ends[0]), one(ends[1], **ahead, clock="two", host="node8"))
-    assert section(said, "the ranks part")[2:] == [
-        "  late: rank 1 came 5.000 s after rank 0, 3.000 s after the call had failed on rank 0",
+    assert section(said, "the ranks diverge")[2:] == [
+        "  late: rank 1 called 5.000 s after rank 0, 3.000 s after the call had failed on rank 0",
         "  (by the wall clocks of their machines, which may differ)",
     ]
     trace(one(ends[0]), one(ends[1], **ahead), flags=["--chrome", "out.json"])
@@ -218,8 +218,8 @@ def test_clocks_compared_through_store_are_one_time_line(trace):
         "late: " not in said and "the clocks of 2 machines were compared through the store, to within 400 us" in said
     )
     said = trace(one(there, groups=[group(0, 2)]), of_rank_1(111.25, groups=groups))
-    assert section(said, "the ranks part")[2:] == [
-        "  late: rank 1 came 1.250 s after rank 0",
+    assert section(said, "the ranks diverge")[2:] == [
+        "  late: rank 1 called 1.250 s after rank 0",
         "  (by their machines' clocks, compared through the store to within 400 us)",
     ]
     trace(one(there), of_rank_1(110.25, groups=groups), flags=["--chrome", "out.json"])
@@ -231,7 +231,7 @@ def test_many_ranks_that_did_the_same_are_one_line(trace):
     done = [entry(rank, 0, nranks=40, launched=100.5 + rank / 1000) for rank in range(40)]
     waits = [launched(rank, 1, 107.5 + rank / 1000, nranks=40) for rank in range(20)]
     said = trace(*(one(done[rank], *waits[rank : rank + 1]) for rank in range(40)))
-    assert section(said, "the ranks part")[1:] == [
+    assert section(said, "the ranks diverge")[1:] == [
         "  ranks 0-19: all_reduce of 1024 float32 (sum), launched and not completed",
         "  ranks 20-39: never launched it",
     ]
@@ -315,8 +315,8 @@ def test_many_dumps(trace, tmp_path, monkeypatch, processes, size):
         )
     )
     assert said.splitlines()[0] == f"# ncclpy trace: {size} dumps, 1 communicator, {4 * size - 1} entries"
-    assert section(said, "the ranks part") == [
-        f"the ranks part at sequence 3 of communicator 9f3a6c0d ({size} ranks)",
+    assert section(said, "the ranks diverge") == [
+        f"the ranks diverge at sequence 3 of communicator 9f3a6c0d ({size} ranks)",
         f"  ranks 0-6, 8-{size - 1}: all_reduce of 1024 float32 (sum), failed",
         "  rank 7: never launched it",
     ]

@@ -9,7 +9,7 @@ from ncclpy.cli.trace.report import Reasons
 
 __all__ = ["trace"]  # the fixture
 
-TITLE = "ranks wait for each other: they came to these in different order"
+TITLE = "ranks wait for each other: they called these operations in different orders"
 ORDER = "all ranks have to call the operations of these communicators in one order"
 
 
@@ -111,7 +111,7 @@ def test_different_reasons_are_all_printed(trace):
 def test_summary_precedes_the_dumps(trace):
     status, said, _ = trace(document(entry(0), launched(0, 1)), document(entry(1), pid=2))
     told = said.splitlines()
-    assert status == 1 and told[2].startswith("the ranks part at sequence 1")
+    assert status == 1 and told[2].startswith("the ranks diverge at sequence 1")
     assert next(index for index, line in enumerate(told) if line.startswith("rank0.json")) == 6
 
 
@@ -135,13 +135,13 @@ def test_call_lines_tell_ranks_with_same_call_apart(trace):
 
     told = lines_of(trace(rank(0, 41), rank(1, 88), rank(2, 41), document(entry(3, nranks=4), pid=3))[1])
     assert told[2:6] == [
-        "the ranks part at sequence 1 of communicator 9f3a6c0d (4 ranks)",
+        "the ranks diverge at sequence 1 of communicator 9f3a6c0d (4 ranks)",
         "ranks 0, 2: all_reduce of 1024 float32 (sum), called at job/train.py:41, launched and not completed",
         "rank 1: all_reduce of 1024 float32 (sum), called at job/train.py:88, launched and not completed",
         "rank 3: never launched it",
     ]
     steps = [line for line in lines_of(trace(*in_circle(2, site="a/b/c.py:7"))[1]) if "called at b/c.py:7, " in line]
-    assert len(steps) == 3, "both steps of the circle, and where the ranks part"
+    assert len(steps) == 3, "both steps of the circle, and where the ranks diverge"
 
 
 @pytest.mark.parametrize("site", [3, ["a.py:1"], {"file": "a.py"}])

@@ -190,9 +190,9 @@ def test_program_may_be_a_module_or_any_file(tmp_path):
     [
         ([], "the following arguments are required: -n/--nproc, program\n"),
         (["-n", "2", "--"], "the following arguments are required: program"),
-        (["-n", "0", "x"], "'0' is no number from 1 up"),
-        (["-n", "two", "x"], "'two' is no number from 1 up"),
-        (["-n", "2", "--grace", "-1", "x"], "-1 is no number of seconds"),
+        (["-n", "0", "x"], "'0' is not an integer >= 1"),
+        (["-n", "two", "x"], "'two' is not an integer >= 1"),
+        (["-n", "2", "--grace", "-1", "x"], "-1 is not a number of seconds"),
         (["-n", "2", "--nnodes", "2", "x"], "--nnodes needs --rdzv HOST:PORT"),
         (["-n", "2", "--nnodes", "2", "--node-rank", "2", "--rdzv", "h:1", "x"], "--node-rank 2: expected 0 to 1"),
         (["-n", "2", "--nnodes", "2", "--rdzv", "h", "x"], "'h' is not host:port"),

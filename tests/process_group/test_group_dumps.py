@@ -75,7 +75,7 @@ def ranks(tmp_path, capsys):
 def part(said):
     """Return the lines of the report on where the ranks diverge."""
     told = said.splitlines()
-    at = next(number for number, line in enumerate(told) if line.startswith("the ranks part"))
+    at = next(number for number, line in enumerate(told) if line.startswith("the ranks diverge"))
     return told[at : told.index("", at)]
 
 
@@ -116,12 +116,12 @@ def test_rank_that_joins_after_deadline_is_named(ranks):
     )
     assert sorted(dumps) == [0, 1, 2]
     head, *lines = part(said)
-    assert head == "the ranks part at sequence 0 of process group 'default' (3 ranks), which was never made"
+    assert head == "the ranks diverge at sequence 0 of process group 'default' (3 ranks), which was never made"
     ended = "all_reduce of 4 float64 (sum) ended"
     assert brought(lines) == {0: ended, 1: ended, 2: "never launched it"}
     (late,) = [line for line in said.splitlines() if line.startswith("late: ")]
     found = re.fullmatch(
-        r"late: rank 2 of 3 came to process group 'default' (\d+\.\d{3}) s after rank [01], (\d+\.\d{3}) s after the "
+        r"late: rank 2 of 3 made process group 'default' (\d+\.\d{3}) s after rank [01], (\d+\.\d{3}) s after the "
         r"group had ended on rank [01]",
         late,
     )
@@ -158,7 +158,7 @@ def test_missing_rank_dumps_when_it_hears_of_the_end(ranks, where):
     assert dumps[1]["reason"].startswith("NcclTimeout: process group 'default' was ended by rank 0 of 2: ")
     assert dumps[0]["clock"] == dumps[1]["clock"]
     head, *lines = part(said)
-    assert re.fullmatch(r"the ranks part at sequence 1 of communicator default \w+ \(2 ranks\)", head)
+    assert re.fullmatch(r"the ranks diverge at sequence 1 of communicator default \w+ \(2 ranks\)", head)
     assert brought(lines) == {0: "all_reduce of 4 float64 (sum) ended", 1: "never launched it"}
     assert re.search(r"^  missing: rank 1 \(.* pid \d+\) has not launched it$", said, re.M)
     assert "    now: nothing in progress; last recorded was barrier of 1 " in said
@@ -204,7 +204,7 @@ def test_two_groups_of_which_one_fails(ranks):
     )
     for dump in dumps.values():
         assert {group["name"]: group["ended"] is None for group in dump["groups"]} == {"one": True, "two": False}
-    assert re.fullmatch(r"the ranks part at sequence 1 of communicator two \w+ \(2 ranks\)", part(said)[0])
+    assert re.fullmatch(r"the ranks diverge at sequence 1 of communicator two \w+ \(2 ranks\)", part(said)[0])
 
 
 def test_killed_process_leaves_no_dump_and_is_named(ranks):

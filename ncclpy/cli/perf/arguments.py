@@ -195,7 +195,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
 
 
@@ -208,7 +208,7 @@ def _datatypes(text: str) -> tuple[str, ...]:
         return tuple(TYPES)
     name = ALIASES.get(text, text)
     if name not in TYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no data type; there are {', '.join(TYPES)} and all")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a data type; choose all or one of {', '.join(TYPES)}")
     return (name,)
 
 
@@ -216,5 +216,5 @@ def _ops(text: str) -> tuple[str, ...]:
     if text == "all":
         return OPS
     if text not in OPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no operator; there are {', '.join(OPS)} and all")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an operator; choose all or one of {', '.join(OPS)}")
     return (text,)

@@ -20,7 +20,7 @@ _SEPARATOR = "\0--"
 def _seconds(text: str) -> float:
     number = float(text)
     if not (number >= 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return number
 
 

@@ -197,18 +197,18 @@ def _document(data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DumpError(f"is no JSON: byte {error.start} is not UTF-8") from None
+        raise DumpError(f"is not JSON: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise DumpError(f"is no JSON (was it written to its end?): {error}") from None
+        raise DumpError(f"is not JSON (was it written to its end?): {error}") from None
     except (ValueError, RecursionError) as error:
         # An integer with thousands of digits, or lists thousands deep.
-        raise DumpError(f"is no dump of the recorder: {error}") from None
+        raise DumpError(f"is not a dump of the recorder: {error}") from None
 
 
 def _dump(path: Path, document: Any, table: Table | None = None) -> Dump:
     top = _Fields(document, "")
     if top.value("format") != FORMAT:
-        raise DumpError(f"is no dump of the recorder: its format is {_shown(top.value('format'))}, not {FORMAT!r}")
+        raise DumpError(f"is not a dump of the recorder: its format is {_shown(top.value('format'))}, not {FORMAT!r}")
     version = top.integer("version")
     if version != VERSION:
         raise DumpError(f"has version {_shown(version)} of the format, this ncclpy reads version {VERSION}")

@@ -32,7 +32,7 @@ def files_of(paths: Iterable[Path]) -> tuple[list[Path], list[DumpError]]:
             errors.append(DumpError(f"{path}: cannot be read: {error.strerror or error}"))
             continue
         if not found:
-            errors.append(DumpError(f"{path}: has no dump, that is no file *.json"))
+            errors.append(DumpError(f"{path}: contains no dump (a file *.json)"))
         files += sorted(found, key=_natural_order)
     return files, errors
 

@@ -112,7 +112,7 @@ def clock(wall: float) -> str:
 def _crossing(crossing: Crossing) -> list[str]:
     """Return the ranks that wait for each other in a circle, one line each."""
     names = crossing.communicators
-    lines = ["ranks wait for each other: they came to these in different order"]
+    lines = ["ranks wait for each other: they called these operations in different orders"]
     if len(names) == 1:
         lines = [f"ranks wait for each other in communicator {names[0]}"]
     for step in crossing.steps:
@@ -211,7 +211,7 @@ def _divergence(divergence: Divergence) -> list[str]:
     where = f"communicator {divergence.communicator}{size}"
     if divergence.communicator.endswith(NEVER_MADE):
         where = f"process group {divergence.communicator.removesuffix(NEVER_MADE)!r}{size}, which was never made"
-    begins = "the ranks part at" if divergence.is_apart else "the first that did not end on all ranks:"
+    begins = "the ranks diverge at" if divergence.is_apart else "the first operation that did not end on all ranks:"
     lines = [f"{begins} sequence {divergence.sequence} of {where}"]
     same: dict[str, list[int]] = {}
     for rank, entry in divergence.entries.items():
@@ -223,7 +223,7 @@ def _divergence(divergence: Divergence) -> list[str]:
         lines.append(f"  {ranks(divergence.unseen, SHOWN)}: no dump")
     late = divergence.late()
     for each in late[:SHOWN]:
-        line = f"  late: rank {each.rank} came {_seconds(each.seconds)} after rank {each.first}"
+        line = f"  late: rank {each.rank} called {_seconds(each.seconds)} after rank {each.first}"
         if each.failed is not None:
             line += f", {_seconds(each.after_failure)} after the call had failed on rank {each.failed}"
         lines.append(line)
@@ -256,7 +256,7 @@ def _outcome(entry: Entry) -> str:
 def _late_group(late: LateGroup) -> str:
     group = late.group
     line = (
-        f"late: rank {group.rank} of {group.size} came to process group {group.name!r} {_seconds(late.seconds)} after "
+        f"late: rank {group.rank} of {group.size} made process group {group.name!r} {_seconds(late.seconds)} after "
         f"rank {late.first.rank}"
     )
     if late.ended is not None:

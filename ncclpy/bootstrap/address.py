@@ -62,11 +62,11 @@ def as_host(host: str, what: str = "host") -> str:
             f"{what}: {host!r} has a colon, so it should be an IPv6 address such as '::1', but it is not a valid one"
         )
     if re.fullmatch("[0-9.]+", host) and not _is_v4(host):
-        raise ValueError(f"{what}: {host!r} is no IPv4 address, which has four numbers from 0 to 255")
+        raise ValueError(f"{what}: {host!r} is not an IPv4 address, which has four numbers from 0 to 255")
     try:
         host.encode("idna")
     except UnicodeError as error:
-        raise ValueError(f"{what}: {host!r} is no name of a host") from error
+        raise ValueError(f"{what}: {host!r} is not a host name") from error
     return host
 
 
@@ -187,7 +187,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
                 ) from error
             if error.errno == errno.EADDRNOTAVAIL:
                 raise OSError(
-                    error.errno, f"a store cannot serve at {where}: that is no address of this machine"
+                    error.errno, f"a store cannot serve at {where}: this machine does not have that address"
                 ) from error
             raise OSError(error.errno, f"a store cannot serve at {where}: {error.strerror}") from error
     raise StoreError("not reached: the last attempt returns or raises")

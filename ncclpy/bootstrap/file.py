@@ -135,7 +135,7 @@ class FileStore(Store):
         if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # no other process has the store open
             leftovers = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
             if leftovers:
-                log.warning("%s: taking away %d keys of a run that did not end well", self, len(leftovers))
+                log.warning("%s: removing %d keys that an earlier run left behind", self, len(leftovers))
             self._clear()
             with contextlib.suppress(FileExistsError):  # _clear() could not delete the folder
                 os.mkdir(self._keys_folder, 0o700)

@@ -136,7 +136,7 @@ class _Attempt:
         if self._proved:
             return self._judge(sock) if len(self._received) == wanted else None
         if not MAGIC.startswith(self._received[:8]):
-            self._refuse(selector, f"is no store of ncclpy: it answered {self._received[:24]!r}")
+            self._refuse(selector, f"is not a store of ncclpy: it answered {self._received[:24]!r}")
         elif len(self._received) == wanted:
             self._prove(selector, sock)
         return None

@@ -165,7 +165,7 @@ def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
     if place.local_size != place.size:
         here = f", {place.local_size} of them on this machine," if _is_located(place) else ""
         raise ValueError(
-            f"{place.launcher} has started {place.size} ranks{here} and says no address at which they could meet. "
+            f"{place.launcher} has started {place.size} ranks{here} and has set no address at which they can meet. "
             "Set MASTER_ADDR and MASTER_PORT for all of them, to a host name of rank 0's machine and a free port "
             "there, and NCCLPY_STORE_TOKEN to a secret"
         )
@@ -244,6 +244,7 @@ def _launcher_process(launcher: str) -> str:
     except OSError:
         pass
     raise ValueError(
-        f"this is a rank of {launcher}'s, which says no address at which the ranks could meet, and its process is not "
-        "found above this one. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, for all ranks"
+        f"{launcher} has started this rank and has set no address at which the ranks can meet, and the process of "
+        f"{launcher} is not found among the parents of this one. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free "
+        "port, for all ranks"
     )

@@ -20,7 +20,7 @@ _NUMBER = re.compile(rb"-?[0-9]{1,20}")
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
     """Return `number` plus the number that `value` has as text; an absent value counts as 0."""
     if value is not None and not _NUMBER.fullmatch(value):  # int() also accepts spaces, which other stores refuse
-        raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}")
+        raise StoreError(f"{store}: the value of {key!r} is not a number: {value!r:.60}")
     total = int(value or b"0") + number
     if not -(1 << 63) <= total < 1 << 63:
         raise StoreError(f"{store}: the sum {total} for {key!r} has more than 64 bits")

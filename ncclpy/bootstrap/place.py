@@ -208,8 +208,8 @@ def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int | Non
     ):
         if number is not None and not low <= number <= high:
             raise ValueError(
-                f"the environment of {names.launcher} contradicts itself: {_shown(there, env)}, so the {of} would be "
-                f"{number}, and it is {low} to {high}"
+                f"the environment of {names.launcher} contradicts itself: {_shown(there, env)}: the {of} is "
+                f"{number}, and must be from {low} to {high}"
             )
     return (rank, size, 0, 1) if size == 1 else (rank, size, local_rank, local_size)
 
@@ -240,7 +240,7 @@ def _tasks_here(env: Mapping[str, str]) -> int:
             raise ValueError(f"{_shown([name], env)} is not a list such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node < len(counts):
-        raise ValueError(f"SLURM_NODEID={node}, and {name}={env[name]} is of {len(counts)} nodes")
+        raise ValueError(f"SLURM_NODEID={node} is out of range: {name}={env[name]} lists {len(counts)} nodes")
     return counts[node]
 
 

@@ -369,7 +369,7 @@ class RankRendezvous:
         arrived = self.arrived(base) | set(self._own)
         missing = [member for member in members if member not in arrived]
         if not missing:
-            return f"the {len(members)} ranks that arrived {what} did not complete the rendezvous within {seconds(timeout)}", missing
+            return f"the {len(members)} ranks that arrived {what} did not meet within {seconds(timeout)}", missing
         text = f"{self._named(missing)} did not arrive {what} within {seconds(timeout)}"
         gone = [member for member in missing if self.is_gone(member)]
         if len(gone) == 1:

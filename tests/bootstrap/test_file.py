@@ -63,7 +63,7 @@ def test_leftovers_of_killed_process_do_not_reach_next_run(path, caplog):
     assert path.exists()
     with FileStore(path, timeout=LONG) as store:
         assert store.keys() == []
-    assert "taking away 1 keys of a run that did not end well" in caplog.text
+    assert "removing 1 keys that an earlier run left behind" in caplog.text
 
 
 def test_killed_process_releases_its_lock(path):
@@ -340,7 +340,7 @@ def test_file_that_is_no_store_value_is_an_error_at_once(path, tmp_path, monkeyp
             value.write_bytes(whole + bytes(10))
         else:
             value.write_bytes(b"" if what == "nothing" else whole[:5])
-        words = {"a pipe": "is no ordinary file", "a folder": "is no ordinary file", "a link": "is a link"}
+        words = {"a pipe": "is not an ordinary file", "a folder": "is not an ordinary file", "a link": "is a link"}
         calls = [lambda: store.get("uid", LONG), lambda: store.add("uid", 1)]
         if what not in ("another key", "too long"):  # keys() reads only the key, which is valid
             calls.append(store.keys)

@@ -168,7 +168,7 @@ def test_several_machines_need_an_address(ranks):
 
 def test_unknown_launcher_process_is_an_error(ranks):
     ranks(0, 2, 0, 2)
-    with pytest.raises(ValueError, match=r"its process is not found above this one\. Set MASTER_ADDR=127"):
+    with pytest.raises(ValueError, match=r"is not found among the parents of this one\. Set MASTER_ADDR=127"):
         rendezvous(1)
 
 
@@ -249,7 +249,9 @@ def test_ranks_of_each_machine_are_numbered_in_their_order(monkeypatch):
 
 
 def test_rank_without_machine_is_same_error_on_all():
-    late = "rank 2 of 3 did not arrive to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
+    late = (
+        "rank 2 of 3 did not arrive to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
+    )
     assert locate("aa", 3, 1.0) == [([2], late)] * 2
 
 
@@ -259,7 +261,7 @@ def test_rank_and_world_size_without_address_name_missing_variables(monkeypatch)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(launched, "_store", None)
-    with pytest.raises(ValueError, match=r"has started 4 ranks and says no address .*\. Set MASTER_ADDR"):
+    with pytest.raises(ValueError, match=r"has started 4 ranks and has set no address .*\. Set MASTER_ADDR"):
         rendezvous(1)
 
 

@@ -103,7 +103,7 @@ except ValueError as error:
     print("<", error, ">")
 """)
     out = launch([mpi(name) / "bin/mpirun", "-n", 2, sys.executable, path], tmp_path)
-    assert out.count(f"< {name} has started 2 ranks, 1 of them on this machine, and says no address") == 2
+    assert out.count(f"< {name} has started 2 ranks, 1 of them on this machine, and has set no address") == 2
     assert "Set MASTER_ADDR and MASTER_PORT" in out
 
 

@@ -144,13 +144,13 @@ def test_white_space_around_values_is_ignored(env, variables, rest, blank):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (TORCHRUN | {"RANK": "8"}, "RANK=8, WORLD_SIZE=8, .* rank would be 8, and it is 0 to 7"),
-        (TORCHRUN | {"RANK": "-1"}, "rank would be -1, and it is 0 to 7"),
-        (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK=4, .* 4, and it is 0 to 3"),
-        (MPICH | {"MPI_LOCALNRANKS": "9"}, "MPI_LOCALNRANKS=9, so the number of ranks .* 9, and it is 1 to 8"),
-        (SLURM | {"SLURM_NODEID": "2"}, r"SLURM_NODEID=2, and SLURM_STEP_TASKS_PER_NODE=4\(x2\) is of 2 nodes"),
+        (TORCHRUN | {"RANK": "8"}, "RANK=8, WORLD_SIZE=8.* rank is 8, and must be from 0 to 7"),
+        (TORCHRUN | {"RANK": "-1"}, "rank is -1, and must be from 0 to 7"),
+        (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK=4.* 4, and must be from 0 to 3"),
+        (MPICH | {"MPI_LOCALNRANKS": "9"}, "MPI_LOCALNRANKS=9: the number of ranks .* 9, and must be from 1 to 8"),
+        (SLURM | {"SLURM_NODEID": "2"}, r"SLURM_NODEID=2 is out of range: SLURM_\w+=4\(x2\) lists 2 nodes"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(y"}, r"SLURM_STEP_TASKS_PER_NODE=4\(y is not a list"),
-        (TORCHRUN | {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": ""}, "local rank would be 8, and it is 0 to 7"),
+        (TORCHRUN | {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": ""}, "local rank is 8, and must be from 0 to 7"),
         (MPICH | {"PMI_RANK": "one"}, "^PMI_RANK=one is not a number$"),
         # Invisible characters are shown escaped, as by Python's repr().
         (MPICH | {"PMI_RANK": "1 2"}, "^PMI_RANK='1 2' is not a number$"),

@@ -139,7 +139,7 @@ def test_sums(made):
 
 def test_value_that_is_no_number_cannot_be_added_to(store):
     store.set("text", b"twelve")
-    with pytest.raises(StoreError, match=r"text'.*no number"):
+    with pytest.raises(StoreError, match=r"text'.*not a number"):
         store.add("text", 1)
     store.set("most", b"%d" % (2**63 - 1))
     with pytest.raises(StoreError, match=r"most'.*64 bits"):

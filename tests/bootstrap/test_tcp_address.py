@@ -126,7 +126,7 @@ def test_port_can_be_served_again_at_once(serve):
 
 
 def test_address_of_other_machine_is_an_error(serve):
-    with pytest.raises(OSError, match=r"192\.0\.2\.1.*no address of this machine"):
+    with pytest.raises(OSError, match=r"192\.0\.2\.1.*this machine does not have that address"):
         serve("192.0.2.1", token="t")
 
 
@@ -245,10 +245,10 @@ IMPOSSIBLE = {
     "tcp://node0": "with a scheme; write 'node0'",
     " tcp://node0:1/path": "with a blank and a scheme and a path and a port; write 'node0' here and 1 as the port",
     "node0/": "with a path; write 'node0'",
-    "127.0.0.256": "is no IPv4 address, which has four numbers from 0 to 255",
+    "127.0.0.256": "is not an IPv4 address, which has four numbers from 0 to 255",
     "node0:a": "has a colon, so it should be an IPv6 address such as '::1', but it is not a valid one",
     "::g": "so it should be an IPv6 address",
-    "a..b": "is no name of a host",
+    "a..b": "is not a host name",
 }
 
 
@@ -306,7 +306,7 @@ def test_server_of_other_protocol_is_an_error_at_once(words, pool):
         with it:
             it.sendall(words)
             with pytest.raises(
-                StoreError, match=r"is no store of ncclpy: it answered b'" + re.escape(repr(words[:3])[2:-1])
+                StoreError, match=r"is not a store of ncclpy: it answered b'" + re.escape(repr(words[:3])[2:-1])
             ):
                 client.result(LONG)
 

@@ -111,7 +111,7 @@ def test_conversation(inside, served):
     inside.sendall(wire.frame(wire.GET, 9, wire.fields(b"none", 1000)))
     assert wire.answer(inside) == (wire.GET, 1, 9, wire.fields(1, b"none"))
     inside.sendall(wire.frame(wire.ADD, 10, wire.fields(b"k", 1)))
-    assert wire.answer(inside) == (wire.ADD, 2, 10, wire.fields(b"the value is no number"))
+    assert wire.answer(inside) == (wire.ADD, 2, 10, wire.fields(b"the value is not a number"))
     inside.sendall(wire.frame(wire.PING, 11))
     assert wire.answer(inside) == (wire.PING, 0, 11, b"")
     inside.sendall(wire.frame(wire.GOODBYE, 12))

@@ -96,4 +96,4 @@ def test_server_without_descriptors_logs_it_and_continues():
         warm=True,
     )
     assert done.stdout == "b'19'\n"
-    assert "cannot take one more client" in done.stderr and "ulimit -n" in done.stderr
+    assert "cannot accept another client" in done.stderr and "ulimit -n" in done.stderr

@@ -219,10 +219,11 @@ void Server::accept(int listener) {
     const int fd = accept4(listener, reinterpret_cast<sockaddr*>(&address), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-        line("cannot take one more client beside " + std::to_string(connections_.size()) +
-             ", it has to wait: " + (errno == EMFILE ? "the limit of descriptors is reached (ulimit -n)" :
-                                     errno == ENFILE ? "the system's limit of descriptors is reached"
-                                                     : "the system has no memory for it"));
+        line("cannot accept another client (" + std::to_string(connections_.size()) +
+             " are connected), it has to wait: " +
+             (errno == EMFILE   ? "the limit of descriptors is reached (ulimit -n)"
+              : errno == ENFILE ? "the system's limit of descriptors is reached"
+                                : "the system has no memory for it"));
         full_until_ = now() + 1;
         enable_listeners(false);
       }

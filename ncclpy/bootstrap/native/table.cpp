@@ -116,7 +116,7 @@ bool Table::do_add(uint64_t connection, uint64_t id, Reader in) {
     const std::string& text = *entry->value;
     const auto read = std::from_chars(text.data(), text.data() + text.size(), sum);
     if (read.ec != std::errc() || read.ptr != text.data() + text.size()) {
-      refuse(connection, id, Op::add, "the value is no number");
+      refuse(connection, id, Op::add, "the value is not a number");
       return true;
     }
     owner = entry->owner;

@@ -554,7 +554,7 @@ def _engine_of(engine: str, over_mpi: bool) -> str:
     if engine not in ("auto", "nccl", "host", "mpi"):
         raise ValueError(f"engine: expected 'auto', 'nccl', 'host' or 'mpi', got {engine!r}")
     if engine == "mpi" and not over_mpi:
-        raise ValueError("engine: MPI carries the data of ranks of an MPI communicator: pass one as the transport")
+        raise ValueError("engine: 'mpi' sends the data over MPI: pass an MPI communicator as the transport")
     loaded = engine_name()
     if engine not in ("auto", "mpi", loaded):
         how = "NCCLPY_LIBRARY=host chooses the host engine" if engine == "host" else "NCCLPY_LIBRARY=cuda chooses NCCL"

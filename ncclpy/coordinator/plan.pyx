@@ -446,7 +446,7 @@ cdef class Pending:
         cdef str name, taken = None
         if len(call.names) > 1 and len(set(call.names)) < len(call.names):
             twice = next(name for name in call.names if call.names.count(name) > 1)
-            raise ValueError(f"names: {twice!r} comes twice. Nothing of this call was sent")
+            raise ValueError(f"names: {twice!r} is listed twice. Nothing of this call was sent")
         for name in call.names:
             if name in self.names and (taken is None or name < taken):
                 taken = name

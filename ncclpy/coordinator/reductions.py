@@ -52,7 +52,10 @@ def _check_scales(signature: Signature, op: int, size: int) -> None:
             f"prescale, postscale: sums and averages are scaled, not {ReduceOp(op).name.lower()}: scale the array"
         )
     if "float" not in signature.dtype and "complex" not in signature.dtype:
-        raise ValueError(f"prescale, postscale: {signature.dtype} has no fractions: convert the array, or scale it")
+        raise ValueError(
+            f"prescale, postscale: {signature.dtype} is not a floating-point or complex type: convert the array, or "
+            "scale it yourself"
+        )
     factor = (1.0 if signature.prescale is None else signature.prescale) * (
         1.0 if signature.postscale is None else signature.postscale
     )

@@ -270,7 +270,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         break;
       }
       default:
-        throw Malformed("no such record");
+        throw Malformed("unknown kind of record");
     }
     if (ended_) return;
   }

@@ -199,7 +199,7 @@ void Node::apply(Reader& in, double now) {
         record.kind = Kind::group;
         record.group = static_cast<uint32_t>(in.number());
         record.have = Bits::read(in, place_.size);
-        if (record.group != groups_.size() || record.have.empty()) throw Malformed("no such set of ranks");
+        if (record.group != groups_.size() || record.have.empty()) throw Malformed("unknown set of ranks");
         Writer key;
         record.have.write(key);
         entries_.erase({kSets, key.bytes()});
@@ -230,7 +230,7 @@ void Node::apply(Reader& in, double now) {
         joining_ = false;
         break;
       default:
-        throw Malformed("no such record");
+        throw Malformed("unknown kind of record");
     }
   }
 }

@@ -135,7 +135,7 @@ class _Writer(FailureListener):
             pause = min([self.due_of(each) for each in list(self.requests)], default=inf) - time.monotonic()
             if callbacks.signals() != self.signals:
                 self.signals = callbacks.signals()
-                self.write("SIGUSR2: asked for")
+                self.write("requested by SIGUSR2")
             elif self.requests and (self.ended or pause <= 0):
                 self.busy = True  # before take() removes requests: wait_for() must see them or `busy`
                 self.write(self.take())
@@ -215,7 +215,7 @@ def begin(folder: str) -> None:
     writer = _Writer(os.path.abspath(folder))
     record_all()
     if not callbacks.take_signal(signal.SIGUSR2):
-        _log.info("SIGUSR2 requests no dump, as the program handles it (NCCLPY_DUMP_DIR)")
+        _log.info("SIGUSR2 requests no dump (NCCLPY_DUMP_DIR), because the program handles or ignores SIGUSR2")
     writer.start()
     set_listener(writer)
     atexit.register(writer.end)

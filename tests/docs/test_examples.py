@@ -235,7 +235,7 @@ def test_missing_rank_is_named_by_trace(tmp_path, capsys):
         assert sorted(path.name for path in folder.iterdir()) == [path.name for path in dumps[:2]]
         processes[2].send_signal(signal.SIGUSR2)
         testing.wait_for(dumps[2].exists, "the third dump")
-        assert '"reason": "SIGUSR2: asked for"' in dumps[2].read_text()
+        assert '"reason": "requested by SIGUSR2"' in dumps[2].read_text()
         assert processes[2].poll() is None, "it goes on"
         assert main(["trace", str(folder)]) == 1
         said = capsys.readouterr().out

@@ -240,7 +240,7 @@ def test_dump_follows_no_link_in_the_place_of_its_unfinished_file(tmp_path):
         os.symlink({str(victim)!r}, os.path.join(FOLDER, name + ".unfinished"))
         os.kill(os.getpid(), signal.SIGUSR2)
         (found,) = dumps()
-        assert found["reason"] == "SIGUSR2: asked for" and os.listdir(FOLDER) == [name], os.listdir(FOLDER)
+        assert found["reason"] == "requested by SIGUSR2" and os.listdir(FOLDER) == [name], os.listdir(FOLDER)
         assert not os.path.islink(os.path.join(FOLDER, name))
         """,
         folder,
@@ -265,7 +265,7 @@ def test_full_disk_leaves_no_file_and_the_next_dump_is_written(tmp_path):
         writer.dump = whole
         os.kill(os.getpid(), signal.SIGUSR2)
         (found,) = dumps()
-        assert found["reason"] == "SIGUSR2: asked for"
+        assert found["reason"] == "requested by SIGUSR2"
         """,
         tmp_path,
     )
@@ -301,7 +301,7 @@ def test_sigusr2_dumps_in_any_state_of_the_main_thread_which_continues(tmp_path,
                 testing.wait_for(lambda: any(name.endswith(".json") for name in os.listdir(tmp_path)))
                 (name,) = [name for name in os.listdir(tmp_path) if name.endswith(".json")]
                 found = json.loads((tmp_path / name).read_text())
-                assert (found["reason"], found["pid"]) == ("SIGUSR2: asked for", process.pid)
+                assert (found["reason"], found["pid"]) == ("requested by SIGUSR2", process.pid)
                 assert process.poll() is None
         finally:
             process.kill()
@@ -670,7 +670,7 @@ def test_forked_child_writes_its_own_file(tmp_path):
             late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
             assert the_dump()["pid"] == os.getpid()
             os.kill(os.getpid(), signal.SIGUSR2)
-            testing.wait_for(lambda: the_dump()["reason"] == "SIGUSR2: asked for")
+            testing.wait_for(lambda: the_dump()["reason"] == "requested by SIGUSR2")
             os._exit(0)
         assert os.wait()[1] == 0
         """,

@@ -278,8 +278,8 @@ def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout:
     """Make a call, and wait until it is done."""
     if in_group():
         raise RuntimeError(
-            "ncclpy.interop.jax returns what was received, and within a group nothing is before its end; call it "
-            "outside, or the communicator's methods with memory of your own"
+            "ncclpy.interop.jax returns received data, which a group receives only at its end; call it outside "
+            "the group, or call the communicator's methods with memory of your own"
         )
     options = {} if timeout is None else {"timeout": timeout}
     if library().engine == "host":

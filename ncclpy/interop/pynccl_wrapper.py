@@ -160,7 +160,7 @@ class NCCLLibrary:
         made = self._comms.get(address)
         if made is None:
             raise ValueError(
-                f"comm: {address!r} is no communicator of NCCLLibrary.ncclCommInitRank, or was destroyed or aborted"
+                f"comm: {address!r} is not a communicator of NCCLLibrary.ncclCommInitRank, or was destroyed or aborted"
             )
         return made
 
@@ -304,7 +304,7 @@ class NCCLLibrary:
         address = _int(window)
         found = self._look_up(comm)[1].pop(address, None)
         if found is None:
-            raise ValueError(f"window: {address!r} is no window of this communicator, or was given back")
+            raise ValueError(f"window: {address!r} is not a window of this communicator, or was deregistered")
         found.close()
 
     def ncclCommGetAsyncError(self, comm: Any) -> int:

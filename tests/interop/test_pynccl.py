@@ -124,7 +124,7 @@ def test_all_reduce_makes_a_new_tensor():
 
 def test_operators_unknown_to_nccl_are_refused():
     def program(made):
-        with pytest.raises(TypeError, match="op: 'BXOR' is no reduction operator"):
+        with pytest.raises(TypeError, match="op: 'BXOR' is not a reduction operator"):
             made.all_reduce(torch.ones(1), op=dist.ReduceOp.BXOR)
 
     in_ranks(2, program)

@@ -165,7 +165,7 @@ def test_windows():
         with pytest.raises(ValueError, match=r"win_flags: 8 has bits beside NCCL_WIN_COLL_SYMMETRIC \(1\)"):
             library.ncclCommWindowRegister(comm, at(memory), 64, 8)
         library.ncclCommWindowDeregister(comm, window)
-        with pytest.raises(ValueError, match="is no window of this communicator"):
+        with pytest.raises(ValueError, match="is not a window of this communicator"):
             library.ncclCommWindowDeregister(comm, window)
 
     in_ranks(2, program)
@@ -201,7 +201,7 @@ def test_communicator_that_has_ended_is_an_error_and_not_a_crash():
         lambda: library.ncclAllReduce(at(array), at(array), 1, FLOAT, SUM, comm, NULL_STREAM),
         lambda: library.ncclCommWindowRegister(12345, at(array), 4, 1),
     ):
-        with pytest.raises(ValueError, match=r"is no communicator of NCCLLibrary\.ncclCommInitRank"):
+        with pytest.raises(ValueError, match=r"is not a communicator of NCCLLibrary\.ncclCommInitRank"):
             call()
     library.ncclGroupStart()
     with pytest.raises(ValueError, match="ncclCommInitRank: inside a group there is no address"):
@@ -222,7 +222,7 @@ def test_enumerations_name_torchs_types_and_operators():
     with pytest.raises(ValueError, match="dtype: NCCL has no data type 'int16'"):
         ncclDataTypeEnum.from_torch("int16")
     assert ncclRedOpTypeEnum.from_torch("avg") == 4
-    with pytest.raises(ValueError, match="'BXOR' is no reduction operator"):
+    with pytest.raises(ValueError, match="'BXOR' is not a reduction operator"):
         ncclRedOpTypeEnum.from_torch("BXOR")
 
 
@@ -241,7 +241,7 @@ def test_enumerations_take_torchs_own_objects():
         ncclDataTypeEnum.from_torch(torch.complex64)
     operators = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG]
     assert [ncclRedOpTypeEnum.from_torch(op) for op in operators] == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="is no reduction operator"):
+    with pytest.raises(ValueError, match="is not a reduction operator"):
         ncclRedOpTypeEnum.from_torch(dist.ReduceOp.BAND)
 
 

@@ -118,7 +118,7 @@ def missing():
         try:
             ncclpy.Communicator.from_mpi(world, timeout=0.5)
         except ncclpy.NcclTimeout as error:
-            said = "Communicator.from_mpi: not all 3 ranks of the communicator came within 500 ms"
+            said = "Communicator.from_mpi: not all 3 ranks of the communicator called it within 500 ms"
             assert str(error) == said, error
         world.barrier()
         from ncclpy.interop.mpi.meeting import left

@@ -354,7 +354,7 @@ def missing():
     """Ranks that do not come are named in the error."""
     world = world_of_mpi()
     if world.rank == 0:
-        refused(ncclpy.NcclTimeout, "not all 3 ranks of the communicator came within 500 ms", world, timeout=0.5)
+        refused(ncclpy.NcclTimeout, "not all 3 ranks of the communicator called it within 500 ms", world, timeout=0.5)
         world.barrier()
         from ncclpy.interop.mpi.meeting import left
 

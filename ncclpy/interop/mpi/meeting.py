@@ -68,7 +68,7 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
             f"{type(comm).__qualname__}"
         )
     if comm == MPI.COMM_NULL:
-        raise ValueError("comm: MPI.COMM_NULL, of which this process is no rank")
+        raise ValueError("comm: got MPI.COMM_NULL: this process is not a rank of the communicator")
     if device is not None:
         device = as_integer(device, "device", 0)
     own = duplicate(comm, as_seconds(timeout, TIMEOUT), "Communicator.from_mpi")
@@ -130,7 +130,7 @@ def duplicate(comm: Any, patience: float, what: str) -> Any:
         while not request.Test():
             if time.monotonic() >= end:
                 raise NcclTimeout(
-                    f"{what}: not all {comm.size} ranks of the communicator came within {seconds(patience)}"
+                    f"{what}: not all {comm.size} ranks of the communicator called it within {seconds(patience)}"
                 )
             time.sleep(_POLL_INTERVAL)
     except BaseException:  # also for Ctrl-C

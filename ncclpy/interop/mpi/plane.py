@@ -350,7 +350,7 @@ def _in_units(sizes: list[int]) -> tuple[Any, list[int]]:
     if sum(sizes) // width > _MAX_COUNT or width > _MAX_COUNT:
         raise NcclUnsupported(
             f"{sum(sizes)} bytes in parts of {sizes}: MPI counts to {_MAX_COUNT}, and these have no common unit that "
-            "is large enough; bring rows of a larger size, or less at once"
+            "is large enough; pass rows of a larger size, or less at once"
         )
     unit = MPI.BYTE.Create_contiguous(width).Commit()
     _units.append(unit)

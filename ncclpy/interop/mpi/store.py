@@ -64,6 +64,9 @@ def _address() -> str:
     known = look_up(name, 0, time.monotonic() + _RESOLVE_TIMEOUT)
     if not isinstance(known, list):
         why = "the system's resolver does not answer" if known is None else str(known.strerror)
-        raise OSError(f"this machine has no address that others reach: no route leads out, and {name!r}: {why}")
+        raise OSError(
+            "this machine has no address that other machines reach: it has no route to other networks, and "
+            f"{name!r}: {why}"
+        )
     first = next((address for family, address in known if family == socket.AF_INET), known[0][1])
     return str(first[0])

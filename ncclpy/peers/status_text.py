@@ -226,7 +226,9 @@ def _clause(state: RankState, subject: OperationInfo | None) -> tuple[str, int]:
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,
         "in_other_group": f"{past} and {{are}} blocked in {current} of {_braces(other_group)}{{since}}",
-        "in_rendezvous": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to arrive{{since}}",
+        "in_rendezvous": (
+            f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to arrive{{since}}"
+        ),
     }
     return templates[state.state], _ORDER.index(state.state)
 

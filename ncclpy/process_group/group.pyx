@@ -312,8 +312,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
             raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, which a block must not do")
         if self.submission.captures(values, stream):
             raise ValueError(
-                "all_reduce_sparse() while the producer's stream is being captured: the CPU waits in it for each rank's "
-                "number of entries, so it cannot be part of a CUDA graph. Nothing was captured"
+                "all_reduce_sparse() while the producer's stream is being captured: the CPU waits in it for each "
+                "rank's number of entries, so it cannot be part of a CUDA graph. Nothing was captured"
             )
         if stream is not None:
             wait_for_stream(stream, self.lifecycle.device)

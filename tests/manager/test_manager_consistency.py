@@ -68,13 +68,17 @@ def multi_node(**changes):
 
 CASES = {
     "operation": Case(operation, ["operation", "device 0 arrived first with all_reduce", "device 1 passes broadcast"]),
-    "operator": Case(second(op="max"), ["reduction operator", "device 0 arrived first with sum", "device 1 passes max"]),
+    "operator": Case(
+        second(op="max"), ["reduction operator", "device 0 arrived first with sum", "device 1 passes max"]
+    ),
     "dtype": Case(dtype, ["data type", "device 0 arrived first with float32", "device 1 passes float64"]),
     "count": Case(count, ["element count", "device 0 arrived first with 9", "device 1 passes 7"]),
     "num_local": Case(
         second(num_local=2, num_global=3), ["num_local", "device 0 arrived first with 3", "device 1 passes 2"]
     ),
-    "num_local alone": Case(second(num_local=2), ["(num_local)", "device 0 arrived first with 3", "device 1 passes 2"]),
+    "num_local alone": Case(
+        second(num_local=2), ["(num_local)", "device 0 arrived first with 3", "device 1 passes 2"]
+    ),
     "num_global": Case(second(num_global=5), ["num_global", "device 0 arrived first with 3", "device 1 passes 5"]),
     "a communicator key and none": Case(
         second(communicator_key=bytes(range(128))),

@@ -132,7 +132,9 @@ def test_timeout_of_a_wait_ends_the_wait_only(manager):
     data = Data(n)
     work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
     for timeout in (0, 0.05):
-        with pytest.raises(ncclpy.NcclTimeout, match=r"pending.*1 more local participant;.*\[0\] have arrived") as caught:
+        with pytest.raises(
+            ncclpy.NcclTimeout, match=r"pending.*1 more local participant;.*\[0\] have arrived"
+        ) as caught:
             work.wait(timeout)
         assert "'k'" in str(caught.value)
     finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])

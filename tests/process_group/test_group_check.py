@@ -371,9 +371,7 @@ def test_two_ranks_that_both_send_are_a_mismatch(board):
         group.send(np.ones(1), 1 - group.rank).wait(DEADLINE)
 
     for told in errors_of(2, body, check="always"):
-        assert (
-            "rank 0 calls send of 1 float64 to rank 1 with tag 0, rank 1 calls send of 1 float64 to rank 0" in told
-        )
+        assert "rank 0 calls send of 1 float64 to rank 1 with tag 0, rank 1 calls send of 1 float64 to rank 0" in told
 
 
 def test_message_without_its_other_half_times_out(board):

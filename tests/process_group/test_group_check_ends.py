@@ -104,9 +104,7 @@ def test_thread_waiting_for_its_turn_to_compare_is_ended_by(end):
         first = beside(lambda: group.all_reduce(np.ones(2)).wait(DEADLINE))
         testing.wait_for(lambda: group.state()[0].state == "running", "the first thread to wait", DEADLINE)
         if end == "deadline":
-            with pytest.raises(
-                ncclpy.NcclTimeout, match="another thread still waits for the other ranks to call"
-            ):
+            with pytest.raises(ncclpy.NcclTimeout, match="another thread still waits for the other ranks to call"):
                 group.all_reduce(np.ones(3), timeout=0.1)
             assert group.error is None
             late.set()

@@ -112,8 +112,8 @@ cdef class CollectiveCheck:
                     if not absent:
                         continue
                     late = NcclTimeout(
-                        f"{ranks(spans(absent))} of {self.size} did not arrive to compare collective {number} of process "
-                        f"group {self.name!r} within {seconds(limit)}. NCCL was not called"
+                        f"{ranks(spans(absent))} of {self.size} did not arrive to compare collective {number} of "
+                        f"process group {self.name!r} within {seconds(limit)}. NCCL was not called"
                     )
                     late.missing = absent
                     raise late
@@ -145,8 +145,8 @@ cdef class CollectiveCheck:
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:
             late = NcclTimeout(
-                f"{ranks(spans(left))} of {self.size} arrived to compare collective {number} of process group {self.name!r}, "
-                "and left before all others had arrived. NCCL was not called"
+                f"{ranks(spans(left))} of {self.size} arrived to compare collective {number} of process group "
+                f"{self.name!r}, and left before all others had arrived. NCCL was not called"
             )
             late.missing = left
             raise late

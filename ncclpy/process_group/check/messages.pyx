@@ -418,9 +418,9 @@ cdef class PendingMessages:
                     return False
                 key, peer, own = absent
                 error = NcclTimeout(
-                    f"rank {group.rank} of process group {group.name!r} calls {message_text(own, peer)}, number {key[1]} of "
-                    f"{channel_text(key[0], group.rank, peer)}; rank {peer} has not begun the matching message within "
-                    f"{seconds(request.limit)}. NCCL was not called"
+                    f"rank {group.rank} of process group {group.name!r} calls {message_text(own, peer)}, "
+                    f"number {key[1]} of {channel_text(key[0], group.rank, peer)}; rank {peer} has not begun the "
+                    f"matching message within {seconds(request.limit)}. NCCL was not called"
                 )
                 error.missing = [peer]
                 self._end_uncompared(group, connection, error)

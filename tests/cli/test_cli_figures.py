@@ -30,7 +30,7 @@ def test_sizes_are_read_in_powers_of_1024(text, size):
 
 @pytest.mark.parametrize("text", ["", "K", "-8", "8T", "1e3", "8 8", "eight"])
 def test_invalid_size_is_refused(text):
-    with pytest.raises(ValueError, match="no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
 

@@ -162,7 +162,7 @@ MISMATCHES = {
     "gathers to two roots": (
         2,
         lambda g: g.gather(np.ones(1), np.ones(2), g.rank),
-        "rank 0 brings gather of parts that may differ, of float64 to root 0, rank 1 gather of parts that may differ, "
+        "rank 0 calls gather of parts that may differ, of float64 to root 0, rank 1 gather of parts that may differ, "
         "of float64 to root 1",
     ),
     "messages of a mixed block": (
@@ -251,7 +251,7 @@ def test_barrier_does_not_match_reduction_of_one_byte(board):
         (group.all_reduce(np.zeros(1, np.uint8), op="max") if group.rank else group.barrier()).wait(DEADLINE)
 
     found = errors_of(2, body, check="first")
-    told = "rank 0 brings barrier, rank 1 all_reduce of 1 uint8 (max)"
+    told = "rank 0 calls barrier, rank 1 all_reduce of 1 uint8 (max)"
     assert found == [disagreement(0, told, rank) for rank in range(2)]
 
 

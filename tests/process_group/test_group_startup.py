@@ -346,7 +346,7 @@ def test_from_env_timeout_tells_state_of_missing_rank(host_engine, tmp_path, cam
 
 
 @pytest.mark.parametrize("check", ["first", "always"])
-def test_disagreement_lists_what_each_rank_brings(host_engine, check):
+def test_disagreement_lists_what_each_rank_calls(host_engine, check):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         with pytest.raises(ncclpy.NcclError) as caught:

@@ -112,7 +112,7 @@ def test_parameters_by_handle(nccl):
     )
     refused(INVALID_ARGUMENT, "is a text", nccl.ncclParamGetI32, bind(nccl, b"NCCLPY_FAULTS"), ctypes.byref(number))
     refused(INVALID_ARGUMENT, 'no parameter "NCCL_ALGO"', bind, nccl, b"NCCL_ALGO")
-    refused(INVALID_ARGUMENT, "no handle", nccl.ncclParamGetI32, ctypes.c_void_p(64), ctypes.byref(number))
+    refused(INVALID_ARGUMENT, "is not a handle", nccl.ncclParamGetI32, ctypes.c_void_p(64), ctypes.byref(number))
     text = ctypes.c_char_p()
     nccl.ncclParamGetStr(bind(nccl, b"NCCLPY_FAULTS"), ctypes.byref(text))
     assert text.value == b""

@@ -105,7 +105,7 @@ def test_one_thread_registers_for_all_its_ranks(nccl, comms):
     for comm, window in zip(comms, windows, strict=True):
         nccl.ncclCommWindowDeregister(comm, window)
     pointer = ctypes.c_void_p()
-    refused(INVALID_ARGUMENT, "no window", nccl.ncclWinGetUserPtr, comms[0], windows[0], ctypes.byref(pointer))
+    refused(INVALID_ARGUMENT, "is not a window", nccl.ncclWinGetUserPtr, comms[0], windows[0], ctypes.byref(pointer))
 
 
 def test_wrong_arguments_are_refused(nccl, streams):

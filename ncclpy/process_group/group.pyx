@@ -511,9 +511,9 @@ Work with other ranks from one thread or several: collectives and point-to-point
             if refused is None:
                 members, comm = divide(self.lifecycle, number, color, values, deadline)
                 return None if color is None else self._child(name, members, comm)
-        except BaseException as error:  # other ranks may have made their group, and would wait for this one
-            if color is not None and not self.lifecycle.is_ended():  # else the end of this group ends the others' wait
-                self.lifecycle.group_status.tell_part(name, f"rank {self.lifecycle.rank} of process group {self.lifecycle.name!r} did not make it: {error}")
+        except BaseException as error:  # other ranks may have made their part, and would wait for this one
+            if color is not None:
+                self.lifecycle.group_status.tell_part(name, error)
             raise
         raise ValueError(refused)
 

@@ -386,10 +386,12 @@ class GroupStatus(StatusService):
             return end is not None and handle in (end.handles or ())
         return False
 
-    def tell_part(self, name: str, text: str) -> None:
-        """Tell the ranks of a part of this group that the part has ended: this rank could not make it; see `tell`."""
+    def tell_part(self, name: str, error: BaseException) -> None:
+        """Tell the ranks of a part of this group, within a second, that this rank could not make the part, and why."""
+        text = f"rank {self.rank} of process group {self.name!r} did not make it: {error}"
+        kind = NcclAborted if isinstance(error, NcclAborted) else NcclRemoteError  # aborted: this group has ended
         store = PrefixStore(f"{_place_of(name)}/1", self.store)  # number 1: a part's name is used once
-        _tell(store, name, End(text, self.rank, kind=NcclRemoteError.__name__))
+        _within(_WRITE_TIMEOUT, lambda: _tell(store, name, End(text, self.rank, kind=kind.__name__)))
 
     @staticmethod
     def tell_unmade(store: Store, name: str, rank: int, size: int, error: BaseException) -> None:

@@ -245,6 +245,36 @@ def test_rank_that_fails_to_make_its_part_is_not_waited_for(host_engine, monkeyp
     assert "rank 1 of process group" in said and "did not make it: in the middle" in said
 
 
+def test_part_ends_if_another_rank_finds_the_group_ended_before_it_has_made_the_part(host_engine, monkeypatch):
+    gather, begun, groups = GroupStatus.gather, threading.Event(), {}
+
+    def gathered(self, name, *arguments):
+        values = gather(self, name, *arguments)
+        if self.rank == 1 and name.startswith("split"):
+            assert begun.wait(DEADLINE)
+            testing.wait_for(lambda: groups[1].error is not None, "the end of the group", DEADLINE)
+            groups[1].all_reduce(np.ones(2))  # any call: it raises what has ended the group
+        return values
+
+    def body(group):
+        groups[group.rank] = group
+        if group.rank == 1:
+            with pytest.raises(ncclpy.NcclAborted):
+                group.split(0)
+            return None
+        with group.split(0) as part:
+            work = part.all_reduce(np.ones(2))
+            begun.set()
+            group.abort("a test")
+            with pytest.raises(ncclpy.NcclAborted) as caught:
+                work.wait(DEADLINE)
+            return str(caught.value)
+
+    monkeypatch.setattr(GroupStatus, "gather", gathered)
+    said = run_groups(2, body, timeout=20 * DEADLINE)[0]
+    assert "rank 1 of process group 'default' did not make it: process group 'default'" in said and "a test" in said
+
+
 def test_split_ends_when_another_rank_closes_the_group_within_it(host_engine, monkeypatch):
     """Rank 1 closes after all ranks have met for the split, and does not call NCCL."""
     gather = GroupStatus.gather

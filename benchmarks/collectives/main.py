@@ -103,8 +103,8 @@ def run(chosen: argparse.Namespace) -> int:
         rounds=chosen.rounds,
     )
     result["notes"] = [
-        f"Elements are {'float32' if gpu else 'float64'}. Times are means over calls in a row; "
-        + ("then over the ranks, as nccl-tests counts." if gpu else "those of the slowest rank."),
+        f"Elements are {'float32' if gpu else 'float64'}. A time is the mean over successive calls"
+        + (", and then over the ranks, as in nccl-tests." if gpu else " on the slowest rank."),
         "torch.distributed has all_reduce, reduce and broadcast in place only"
         + ("; latency is a call and the wait for it, which nccl-tests does not measure." if gpu else "."),
     ]
@@ -161,8 +161,9 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
         )
     if chosen.registered:
         notes.append(
-            "ncclpy, registered: memory.alloc, so the registry registers it; ncclpy, windows: Communicator.window. "
-            "NCCL is told to schedule for NVLink (nvlink_centric_sched), as nccl-tests tells it."
+            'The buffers of "ncclpy, registered" are from memory.alloc, so the registry registers them; those of '
+            '"ncclpy, windows" are windows of Communicator.window. NCCL is told to schedule for NVLink '
+            "(nvlink_centric_sched), as by nccl-tests."
         )
         if os.environ.get("NCCL_NVLS_ENABLE") == "0":
             notes.append(

@@ -51,8 +51,8 @@ def run(chosen: argparse.Namespace) -> int:
             command += [f"--{option}", "PYTHON"]
     result = results.new("mpi", command, rounds=chosen.rounds)
     result["notes"] = [
-        "A size is that of the larger of a rank's two buffers, for every library; times are those of rank 0, in a row "
-        "of calls, Python's part included.",
+        "A size is that of the larger of a rank's two buffers, for every library; times are those of successive "
+        "calls on rank 0, and include the time in Python.",
         "ncclpy is called with prepared buffers in numpy memory: a call returns when its result is complete.",
         "Roofline: the time in which as many threads as ranks copy that many bytes each (numpy.copyto), each rank's "
         "input read once and its output written once.",

@@ -63,11 +63,11 @@ def run(chosen: argparse.Namespace) -> int:
     result = results.new("coordinator", command, engine=engine, rounds=chosen.rounds, ranks=chosen.ranks)
     result["notes"] = [
         f"From the last bring to the launch: {CALLS} all-reduces of 8 bytes a round, one after the other; one rank "
-        "brings each a millisecond after the others. Moments are the recorder's, of one clock; of each call the last "
-        "launch counts.",
-        f"Gradients: {STEPS} steps a round after {WARM} that are not counted, from a barrier to the end of the last "
-        "work on rank 0; float32, the maximum, in place. mpi4py and torch.distributed reduce in one order on all "
-        "ranks.",
+        "brings each of them a millisecond after the others. The times are from the recorders, by one clock; an "
+        "all-reduce counts as launched when the last rank has launched it.",
+        f"Gradients: {STEPS} steps a round, after {WARM} that are not counted. A step is timed from a barrier to the "
+        "end of the last work on rank 0; it reduces float32 in place, to the maximum. mpi4py and torch.distributed "
+        "reduce in one order on all ranks.",
     ]
     mpis = mpi.found(chosen, result)
     has_mpi4py = importlib.util.find_spec("mpi4py") is not None

@@ -35,9 +35,9 @@ NOTES = {
     "turns. The next call of each communicator reduces 8 bytes of other memory, so NCCL's work at the first use of a "
     "segment is not included. ncclpy registers in that call, NCCL's own calls register before it. The wait for the "
     "call is not included.",
-    "pool": f"An allocation reaches ncclpy if it adds or removes a segment; of {ALLOCATIONS:,} allocations of 8 bytes "
-    "to 4 MiB, each freed at once, from a pool that has allocated these sizes before. Time is that of 8 bytes, with "
-    "and without the pool.",
+    "pool": f"An allocation reaches ncclpy if it adds or removes a segment. Counted are {ALLOCATIONS:,} allocations "
+    "of 8 bytes to 4 MiB, each freed at once, from a pool that has allocated these sizes before. Time is that of 8 "
+    "bytes, with and without the pool.",
 }
 
 

@@ -15,9 +15,9 @@ from benchmarks.work import results
 
 HEAD = """# Performance
 
-This page compares what ncclpy costs with what you may use today: each section has one table. The full tables, with
-quartiles, machines and versions, are on one page per benchmark, [below](#all-tables). `python -m benchmarks report`
-writes these pages from the raw samples in `benchmarks/results`: do not edit the pages.
+This page compares the cost of ncclpy with the cost of the library that you may use today: each section has one table.
+The full tables, with quartiles, machines and versions, are on one page per benchmark, [below](#all-tables).
+`python -m benchmarks report` writes these pages from the raw samples in `benchmarks/results`: do not edit the pages.
 
 A call's time is the CPU's time until the call returns, for 8 bytes and with one process per GPU unless the line says
 otherwise. Less is better, except for bandwidth. Below each table are the commands that measure it on your machine, in
@@ -116,10 +116,10 @@ LINES = {
              "allreduce(cupy array)", "host"), "nccl4py"),
     ],
     "one process for several GPUs": [
-        Line("The Manager, each of 200 in a row", "manager-gpu4", ("ncclpy.Manager", "one thread", "repeated"),
-             (*_C_GROUP, "repeated"), "a group each in C"),
-        Line("A plan, each of 200 in a row", "manager-gpu4", ("ncclpy.Plan", "Plan.launch", "repeated"),
-             (*_C_GROUP, "repeated"), "a group each in C"),
+        Line("The Manager, each of 200 all-reduces in a row", "manager-gpu4", ("ncclpy.Manager", "one thread",
+             "repeated"), (*_C_GROUP, "repeated"), "C, one group per all-reduce"),
+        Line("A plan, each of 200 all-reduces in a row", "manager-gpu4", ("ncclpy.Plan", "Plan.launch", "repeated"),
+             (*_C_GROUP, "repeated"), "C, one group per all-reduce"),
     ],
     "MPI": [
         Line("An all-reduce, 2 processes", CPUS, ("ncclpy", "all_reduce 8 B", "time"), ("Open MPI", "all_reduce 8 B",
@@ -143,14 +143,15 @@ LINES = {
 COSTLY = [
     Line(
         "A *nonblocking* communicator (`Config(blocking=False)`): NCCL hands each call to a thread of its own, "
-        "{ours} a call instead of {theirs}. [Deadlines](guides/deadlines.md) do not need one.",
+        "{ours} a call instead of {theirs}. A communicator with a [deadline](guides/deadlines.md) need not be "
+        "nonblocking.",
         GPUS,
         (f"{_US}, nonblocking", "all_reduce(prepared buffer)", "host"),
         (_US, "all_reduce(prepared buffer)", "host"),
     ),
     Line(
-        "The [Manager](manager.md) *after a pause* of 1 ms: its threads sleep, and from the last add until all 4 GPUs "
-        "have their operation it takes {ours}, a loop in C {theirs}.",
+        "The [Manager](manager.md) *after a pause* of 1 ms: its threads sleep, so {ours} pass from the last add until "
+        "all 4 GPUs have their operation; a loop in C takes {theirs}.",
         "manager-gpu4",
         ("ncclpy.Manager", "the last add, after a pause", "until enqueued"),
         (*_C_GROUP, "until enqueued"),
@@ -229,10 +230,10 @@ def page(found: dict[str, dict], pages: dict[str, str], pictures: str) -> str:
     kept, missed = (sum(target["kept"] is each for target in judged) for each in (True, False))
     parts.append(
         "## All tables\n\n"
-        "Times are medians of all rounds; the first and the third quartile follow them. A ratio is the median of "
-        "the ratios\nof all rounds, since other load of the machine in a round affects every library in it. Each page "
-        "ends with the\n"
-        f"project's targets: {kept} are kept, {missed} missed, with the reason where it is known.\n"
+        "Times are medians of all rounds; the first and the third quartile follow in brackets. A column `x NAME` has "
+        "the ratio\nof the row to the row of NAME. A ratio is the median of the ratios of all rounds, since other "
+        "load of the machine in a\nround affects every library in it. Results with targets of the project end with "
+        f"these: {kept} are kept, {missed} missed, with\nthe reason where it is known.\n"
     )
     parts.append("".join(f"- [{title}]({path})\n" for path, title in pages.items()))
     names = "\n".join(path.removesuffix(".md") for path in pages)

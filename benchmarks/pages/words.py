@@ -198,6 +198,49 @@ _NOTES = {
     ),
     r"steps behind (\d+) that are not counted": r"steps after \1 that are not counted",
     r"which is torch's part of what communication takes\.": "which is torch's share of the time of communication.",
+    r"^A sample is the median of the calls in a row of one pair of processes on rank 0: (\d+) small ones, or (\d+) "
+    r"MiB of large ones, in (\d+) turns with the other backend in the same processes\. Host time is the call's with "
+    r"async_op=True, which is waited for before the next call;": (
+        r"A sample is the median over successive calls on rank 0 of one pair of processes: \1 small calls, or \2 MiB "
+        r"of large ones, in \3 turns that alternate with those of the other backend in the same processes. Host time "
+        "is the time of a call with async_op=True; its work is waited for before the next call;"
+    ),
+    r"^A sample is the median of (\d+) steps after (\d+) that are not counted, on rank 0, of a fixed batch; without "
+    r"communication: the same under no_sync\(\); with buckets that are not sent: gradients": (
+        r"A sample is the median of \1 steps with a fixed batch on rank 0, after \2 steps that are not counted. "
+        "Without communication: the same under no_sync(). With buckets that are not sent: gradients"
+    ),
+    # several
+    r"Times are means over calls in a row; then over the ranks, as nccl-tests counts\.": (
+        "A time is the mean over successive calls, and then over the ranks, as in nccl-tests."
+    ),
+    r"Times are means over calls in a row; those of the slowest rank\.": (
+        "A time is the mean over successive calls on the slowest rank."
+    ),
+    r"ncclpy, registered: memory\.alloc, so the registry registers it; ncclpy, windows: Communicator\.window\. NCCL "
+    r"is told to schedule for NVLink \(nvlink_centric_sched\), as nccl-tests tells it\.": (
+        'The buffers of "ncclpy, registered" are from memory.alloc, so the registry registers them; those of '
+        '"ncclpy, windows" are windows of Communicator.window. NCCL is told to schedule for NVLink '
+        "(nvlink_centric_sched), as by nccl-tests."
+    ),
+    r"one rank brings each a millisecond after the others\. Moments are the recorder's, of one clock; of each call "
+    r"the last launch counts\.": (
+        "one rank brings each of them a millisecond after the others. The times are from the recorders, by one clock; "
+        "an all-reduce counts as launched when the last rank has launched it."
+    ),
+    r"^Gradients: (\d+) steps a round after (\d+) that are not counted, from a barrier to the end of the last work on "
+    r"rank 0; float32, the maximum, in place\.": (
+        r"Gradients: \1 steps a round, after \2 that are not counted. A step is timed from a barrier to the end of "
+        "the last work on rank 0; it reduces float32 in place, to the maximum."
+    ),
+    r"times are those of rank 0, in a row of calls, Python's part included\.": (
+        "times are those of successive calls on rank 0, and include the time in Python."
+    ),
+    r"; of ([\d,]+) allocations of 8 bytes to 4 MiB, each freed at once, from a pool that has allocated these sizes "
+    r"before\. Time is that of 8 bytes": (
+        r". Counted are \1 allocations of 8 bytes to 4 MiB, each freed at once, from a pool that has allocated these "
+        "sizes before. Time is that of 8 bytes"
+    ),
 }
 
 

@@ -78,15 +78,15 @@ def run(chosen: argparse.Namespace) -> int:
 def _notes(chosen: argparse.Namespace) -> list[str]:
     if chosen.training:
         return [
-            f"A sample is the median of {STEPS} steps after {WARM} that are not counted, on rank 0, of a fixed "
-            "batch; without communication: the same under no_sync(); with buckets that are not sent: gradients are "
+            f"A sample is the median of {STEPS} steps with a fixed batch on rank 0, after {WARM} steps that are not "
+            "counted. Without communication: the same under no_sync(). With buckets that are not sent: gradients are "
             "copied to DDP's buckets and back, which is torch's share of the time of communication."
         ]
     return [
-        f"A sample is the median of the calls in a row of one pair of processes on rank 0: {CALLS} small ones, or "
-        f"{BYTES >> 20} MiB of large ones, in {side.TURNS} turns with the other backend in the same processes. Host "
-        "time is the call's with async_op=True, which is waited for before the next call; latency is that of a call "
-        "and the wait for its result, on GPUs also for the device.",
+        f"A sample is the median over successive calls on rank 0 of one pair of processes: {CALLS} small calls, or "
+        f"{BYTES >> 20} MiB of large ones, in {side.TURNS} turns that alternate with those of the other backend in "
+        "the same processes. Host time is the time of a call with async_op=True; its work is waited for before the "
+        "next call; latency is that of a call and the wait for its result, on GPUs also for the device.",
     ]
 
 

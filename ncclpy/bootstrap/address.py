@@ -29,7 +29,7 @@ def shown(host: str, port: int) -> str:
 
 
 def as_host(host: str, what: str = "host") -> str:
-    """Return a text that can be a host's name or address; raise if it cannot.
+    """Return `host` unchanged if it can be a host's name or address; raise if it cannot.
 
     Raises
     ------
@@ -177,7 +177,7 @@ def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
             for each in sockets:
                 each.close()
             if addresses[0][1][1] == 0 and error.errno == errno.EADDRINUSE and not is_last_attempt:
-                continue  # the port that the system chose for the first address is taken for another
+                continue  # the port that the system chose for the first address is in use on another of them
             where = shown(host, port)
             if error.errno == errno.EADDRINUSE:
                 raise OSError(

@@ -37,8 +37,8 @@ def is_local(path: str) -> bool:
 class FolderWatch:
     """Wait for files that are moved into a folder.
 
-    Only files are reported that are moved after the watch was made: a caller makes the watch, looks at the folder, and
-    then waits.
+    A file that was moved before the watch was made does not end a wait: a caller makes the watch, looks at the folder,
+    and then waits.
     """
 
     def __init__(self, folder: str, local: bool) -> None:

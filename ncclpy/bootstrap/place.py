@@ -134,7 +134,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
     names, others = present[0], present[1:]
     if names is _TORCHRUN and others and "TORCHELASTIC_RUN_ID" not in env:
         # Without TORCHELASTIC_RUN_ID, RANK was set by hand or is left over in a shell. Then it would be the same in
-        # all processes of mpirun, so the other launcher counts, unless the two contradict each other.
+        # all processes of mpirun, so the other launcher counts; variables that contradict each other are an error.
         return _agreed(others[0], env)
     if names is _MPICH and _SLURM in others and not _set(names.variables[2:], env):
         return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but no local numbers
@@ -145,7 +145,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
 
 def _is_there(names: _Names, env: Mapping[str, str]) -> bool:
     if names is _SLURM:
-        # The shell of an allocation may have the other variables too, but is not one of so many processes.
+        # The shell of an allocation may have `names.variables` too, but it is no process of a step.
         return "SLURM_STEP_ID" in env and bool(_set(names.variables, env))
     return bool(_set(names.variables, env))
 
@@ -186,7 +186,8 @@ def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) ->
 def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int | None, int | None]:
     """Return rank, size, local rank and local size; raise if one is missing or they contradict each other.
 
-    The local numbers are None if torchrun's variables were set without LOCAL_RANK and LOCAL_WORLD_SIZE.
+    A local number is None if torchrun's RANK and WORLD_SIZE were set without LOCAL_RANK or LOCAL_WORLD_SIZE. With one
+    rank they are 0 and 1.
     """
     there = _set(names.variables, env)
     needed = names.variables[:2] if names is _TORCHRUN else names.variables

@@ -37,7 +37,8 @@ class Server final : private Post {
   // Returns false, with errno, where the thread or what it needs cannot be made.
   bool start();
 
-  // Accepts no new clients; connected ones stay. A new client finds no listener, or the next server on this port.
+  // Accepts no new clients. Clients that have completed the handshake stay; other connections are closed. A new client
+  // finds no listener, or the next server on this port.
   void refuse_new();
 
   // Says farewell to all clients and ends the thread.
@@ -102,6 +103,7 @@ class Server final : private Post {
   // Called at intervals: closes connections that were silent or unproved for too long.
   void sweep(double time, double seconds_late);
   void send_unproved_away();
+  // Logs the refused connections, at most once a second.
   void tell_refused(double time);
   // Tells all clients that the server ends, and shuts their connections down.
   void say_farewell();
@@ -126,7 +128,7 @@ class Server final : private Post {
   double next_sweep_ = 0;
   size_t refused_ = 0;    // refused connections that are not logged yet
   std::string last_refused_;
-  double refused_told_ = -1;
+  double refused_told_ = -1;  // when refused connections were last logged
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<uint64_t> dirty_;  // connections that have something to send or are doomed

@@ -312,7 +312,7 @@ cdef class Control:
     cdef readonly int rank
     cdef readonly int size
     cdef shared_ptr[NativeControl] control
-    cdef int made_in
+    cdef int fork_generation
     cdef unsigned long main_thread
 
     def __cinit__(
@@ -327,7 +327,7 @@ cdef class Control:
         for each in children:
             fds.push_back(each[2])
         self.rank, self.size = rank, size
-        self.made_in = generation()
+        self.fork_generation = generation()
         self.main_thread = threading.main_thread().ident
         try:
             options.cache, options.timeout, options.stall_after, options.silence = cache, timeout, stall_after, silence
@@ -345,14 +345,14 @@ cdef class Control:
     def __dealloc__(self):
         if self.control.get() == NULL:
             return
-        if self.made_in != generation():
+        if self.fork_generation != generation():
             new shared_ptr[NativeControl](self.control)  # never freed: a forked child must not touch it
             return
         with nogil:
             self.control.get().close(False)
 
-    cdef int _look(self) except -1:
-        if self.made_in != generation():
+    cdef int _refuse_in_fork(self) except -1:
+        if self.fork_generation != generation():
             raise RuntimeError("this process is a fork: the coordinator belongs to its parent")
         return 0
 
@@ -376,7 +376,7 @@ cdef class Control:
         """
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
-        self._look()
+        self._refuse_in_fork()
         # If the mutex is free, keep the GIL for these microseconds: if it were released, another thread could take it,
         # and this thread would have to wait for that thread.
         if not self.control.get().try_bring(group, name, same, mine, joinable, brought):
@@ -389,7 +389,7 @@ cdef class Control:
         """Bring a new process set, of which this rank is a member."""
         cdef Brought brought
         cdef string key = _set_key(ranks)
-        self._look()
+        self._refuse_in_fork()
         with nogil:
             brought = self.control.get().bring(kSets, key, string(), string(), False)
         _check(brought, f"the set of ranks {ranks}")
@@ -397,7 +397,7 @@ cdef class Control:
     def join(self):
         """Bring nothing more until all have joined; this rank joins once all that it has brought is agreed on."""
         cdef Brought brought
-        self._look()
+        self._refuse_in_fork()
         with nogil:
             brought = self.control.get().join()
         if brought == Brought.joined:
@@ -407,13 +407,13 @@ cdef class Control:
     def shutdown(self, bint drain, str reason not None):
         """End the control plane of all ranks: at once or, with `drain`, after the operations that all have brought."""
         cdef string words = reason.encode(errors="replace")
-        self._look()
+        self._refuse_in_fork()
         with nogil:
             self.control.get().shut_down(drain, words)
 
     def launched(self, uint32_t group):
         """Report that a frame's operations of a set were launched; the root then sends the set's next operations."""
-        self._look()
+        self._refuse_in_fork()
         with nogil:
             self.control.get().launched(group)
 
@@ -421,7 +421,7 @@ cdef class Control:
         """Return the ranks that are known here to have brought a waiting operation."""
         cdef string name = key
         cdef Bits found
-        self._look()
+        self._refuse_in_fork()
         with nogil:
             found = self.control.get().have(group, name)
         return _ranks(found)
@@ -429,7 +429,7 @@ cdef class Control:
     def counters(self):
         """Return this rank's counters by name."""
         cdef Counters counted
-        self._look()
+        self._refuse_in_fork()
         with nogil:
             counted = self.control.get().counters()
         return _counted(counted)
@@ -440,7 +440,7 @@ cdef class Control:
         cdef double deadline = now() + timeout, until
         cdef double slice = _SLICE if PyThread_get_thread_ident() == self.main_thread else _LONG_SLICE
         cdef Next found
-        self._look()
+        self._refuse_in_fork()
         while True:
             until = min(deadline, now() + slice)
             with nogil:
@@ -455,7 +455,7 @@ cdef class Control:
 
     def close(self):
         """Close the connections. If the coordinator has not ended on all ranks, the others count this rank as lost."""
-        if self.made_in != generation():
+        if self.fork_generation != generation():
             return
         with nogil:
             self.control.get().close(True)
@@ -526,12 +526,12 @@ cdef class Node:
         self.node.settle()
 
     def lost_child(self, size_t child):
-        """Lose the connection to a child."""
+        """Note that the connection to a child is lost."""
         self.node.lost_child(child, b"has ended")
         self.node.settle()
 
     def lost_parent(self, uint32_t rank):
-        """Lose the connection to the parent."""
+        """Note that the connection to the parent is lost."""
         self.node.lost_parent(rank, b"has ended")
         self.node.settle()
 

@@ -13,7 +13,7 @@ cdef class OperationStats:
     cdef int launched(self, str kind, long long number, long long nbytes) except -1
 
 
-# Whether a session lets operations pass without a call of its `check`.
+# What each submitter of a session reads before it brings an operation.
 cdef class SubmitGate:
     cdef public bint shut
     cdef public object timeline
@@ -29,7 +29,7 @@ cdef class Submitter:
     cdef OperationStats counts
     cdef int forks
     cdef ProcessGroup group
-    cdef long long number
+    cdef long long number  # the epoch of `group` that this submitter belongs to
 
     cpdef int bring(self, Call call) except -1
 
@@ -49,7 +49,7 @@ cdef class ProcessSetWorker:
     cdef bint accepts_device_arrays
     cdef bint staged
     cdef long long fusion_bytes
-    cdef long long large
+    cdef long long large  # an array of at least so many bytes is launched alone
     cdef OperationStats counts
     cdef object on_error
     cdef public object on_launch

@@ -50,7 +50,7 @@ cdef int _forks = 0  # how many forks lead to this process
 
 
 cdef class SubmitGate:
-    """Whether a session lets operations pass: those of all of its process sets, or none.
+    """What each submitter of a session, of whatever process set, reads before it brings an operation.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ cdef class Submitter:
         self.forks = _forks
 
     def follow(self, ProcessGroup group not None, long long number):
-        """Be outdated once the group's number differs from `number`: the group then has other ranks."""
+        """Make this submitter outdated once the group's epoch is not `number`: the group then has other ranks."""
         self.group, self.number = group, number
 
     def is_outdated(self):
@@ -150,7 +150,7 @@ cdef long long _LARGE_ON_DEVICES = 16 << 20
 
 # Most bytes in a fusion buffer on GPUs. With small launches more work overlaps: while the arrays of one launch are
 # reduced, those of the next are copied in, and those of the one before are copied out.
-cdef long long _TOGETHER_ON_DEVICES = 32 << 20
+cdef long long _MAX_FUSION_BYTES_ON_DEVICES = 32 << 20
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE, _BARRIER = Kind.BARRIER
 cdef list _kept = []  # arrays with copies that may never end
 cdef dict _NAMES = {kind: kind.name.lower() for kind in Kind}
@@ -198,7 +198,7 @@ cdef class ProcessSetWorker:
             pending.number, pending.members, pending.rank, len(pending.members)
         )
         self.plane, self.host_plane, self.accepts_device_arrays = plane, host_plane, accepts_device_arrays
-        self.fusion_bytes = min(fusion_bytes, _TOGETHER_ON_DEVICES) if staged else fusion_bytes
+        self.fusion_bytes = min(fusion_bytes, _MAX_FUSION_BYTES_ON_DEVICES) if staged else fusion_bytes
         self.staged = staged and host_plane is None
         self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
         self.counts, self.on_error, self.on_launch = counts, on_error, on_launch
@@ -361,10 +361,10 @@ cdef class ProcessSetWorker:
         It can once its communicator is made, or will never be made, and its copies are not held up: copies of CPU
         memory for a launch may have to wait for an earlier launch, and so for other ranks.
         """
-        plane, first = self._plane_of(step), step.signature
+        plane, signature = self._plane_of(step), step.signature
         if not plane.is_settled():
             return False
-        copies = (step.fused or self.staged) and not first.on_device and first.kind is not _BARRIER
+        copies = (step.fused or self.staged) and not signature.on_device and signature.kind is not _BARRIER
         return not copies or plane.is_free()
 
     # Ending.

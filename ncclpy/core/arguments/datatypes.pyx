@@ -6,8 +6,8 @@ different flavours, so that they are not mistaken for each other. The flavour of
 digest of its name and size: no table has to assign flavours. Ranks compare the name, which is the same in all
 processes.
 
-Functions that read objects of one type natively (`read_by`) are set by modules above, as this module knows no
-framework; they may be set after objects of the type were read.
+Functions that read objects of one type natively (`read_by`) are set by modules of higher layers, since this module
+knows no framework; they may be set after objects of the type were read.
 """
 
 import hashlib
@@ -360,8 +360,8 @@ def _float_bits(value, exponent_bits, fraction_bits, finite):
     fraction, rest = divmod(top << max(0, shift), bottom)
     if 2 * rest > bottom or (2 * rest == bottom and fraction & 1):
         fraction += 1
-    # The addition carries into the exponent: by the leading 1 of a normal number, and by a fraction that was rounded
-    # up.
+    # The addition may carry into the exponent: `fraction` has the leading 1 of a normal number, which adds 1 to the
+    # exponent, and rounding up to the next power of two adds 1 more.
     bits = (e - (1 - bias) << fraction_bits) + fraction if top else 0
     return negative | (min(bits, nan) if finite else min(bits, infinity))
 

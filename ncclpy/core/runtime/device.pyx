@@ -44,7 +44,7 @@ cdef int _count = -1
 
 
 cdef int _load() except -1:
-    """Load the driver, and count the devices once."""
+    """Load the driver and ask it for the number of devices; the first answer is kept."""
     global _contexts, _count
     cdef int count = 0
     require_driver()

@@ -18,8 +18,8 @@ cdef int stops
 # Whether an operation that ends now may have been ended by an abort, so that its end is no proof of success.
 cdef bint is_doubted(Handle handle) noexcept nogil
 
-# Note that the monitor runs at `moment`. It must run again by next_tick(), which is FOREVER if no communicator needs
-# that; a much longer gap counts as a stop of the process.
+# Note that the process runs at `moment`. The monitor must note it again by next_tick(), which is FOREVER if no
+# communicator needs that; a much longer gap counts as a stop of the process.
 cdef void note_tick(double moment) noexcept nogil
 cdef double next_tick() noexcept nogil
 
@@ -29,8 +29,8 @@ cdef int tell_of_stops() except -1
 # Stop reporting ends on a communicator as success: other ranks may abort it.
 cdef int fence(Handle handle) except -1
 
-# Report ends on a communicator as success until the process is stopped again, after the first `seen` stops: the other
-# ranks have just been asked. A fence stays.
+# Report ends on a communicator as success again, until the process has been stopped more than `seen` times. The caller
+# has just met the other ranks, or asked the store whether the communicator was ended. A fence stays.
 cdef int believe(Handle handle, int seen) except -1
 
 
@@ -64,7 +64,7 @@ cdef class Work:
     cdef bint timed
     cdef bint was_launched  # whether it was launched before it was settled
     cdef readonly int device
-    cdef double limit  # the moment by which it must be done; while `relative_limit` is not 0, launched
+    cdef double limit  # when it must be done or, while `relative_limit` is not 0, launched
     cdef double shown_timeout  # seconds of its timeout, for its error; 0 if only a moment is known
     cdef double relative_limit  # seconds from when the device can begin it; 0 once `limit` is the deadline
     cdef double seconds  # duration on the device; negative if not known
@@ -81,8 +81,8 @@ cdef class Work:
     cdef bint released_early  # whether its arrays were released while it runs
     cdef bint dropped_by_monitor  # the monitor's reference was given up early, see `release_early`
     cdef bint has_listeners  # whether users have added callbacks, which may ask for the result
-    # Threads that learn of its failure: the last one that let a stream wait for it, and the last one that waits for it
-    # itself.
+    # Threads that learn of its failure: `reader` is the last one that let a stream wait for the work, `waiter` the
+    # last one that waits for the work itself.
     cdef unsigned long reader, waiter
     cdef set other_readers  # threads that let a stream wait for it before the last one, None if there are none
     cdef Entry entry
@@ -94,7 +94,7 @@ cdef class Work:
     cdef object failure(self, bint informs=*)
     # Settle an operation that could not be begun: only the caller gets its error.
     cdef int withdraw(self, object error) except -1
-    # Drop what a settled work does not need; where users' code may run.
+    # Drop what a settled work does not need. Call it only where users' code, such as finalisers, may run.
     cdef int tidy(self) except -1
     # Drop what lane and device might have used, once they are done with it.
     cdef int let_go(self) except -1

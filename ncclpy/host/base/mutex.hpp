@@ -1,5 +1,6 @@
-// The engine's mutexes. A debug build (NCCLPY_DEBUG_LOCKS) gives each one a place in the order of all locks and checks
-// the order (ordered_mutex.h); other builds use the standard library's mutexes and SpinLock as they are.
+// The host engine's mutexes. A debug build (NCCLPY_DEBUG_LOCKS) gives each mutex a place in the order of all locks and
+// checks the order whenever a mutex is locked (ordered_mutex.h). In other builds they are std::mutex, SpinLock and
+// std::shared_mutex.
 #pragma once
 
 #include <sched.h>

@@ -11,9 +11,9 @@
 namespace ncclpy::host {
 namespace {
 
-// A block is the part of a result that is reduced at a time; its size is that of the accumulator, in bytes. With a
-// small block the accumulator and its inputs stay in the first-level cache. Data from memory are better read in longer
-// runs: at the start of each block the hardware prefetcher has to start again.
+// A block is the part of a result that is reduced at a time. Its size is given as the bytes that its elements have in
+// the accumulator. With a small block the accumulator and its inputs stay in the first-level cache. Data from memory
+// are better read in longer runs: at the start of each block the hardware prefetcher has to start again.
 constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
 constexpr size_t large_block_min_bytes = 1 << 20;
 // The block of a non-temporal result with one output: the copy to the output reads the block again at once, from the
@@ -131,9 +131,10 @@ template <class Op, class T>
   combine<Op>(first + done, second + done, out + done, count - done);
 }
 
-// Two inputs with one output are combined in one pass, other reductions block by block: of more inputs all but the
-// last are combined in an accumulator, and further outputs are copies of the first. With non-temporal stores each
-// output is a copy of a block that stays in the cache.
+// Two inputs with one output are combined in one pass; with non-temporal stores this needs an output aligned to its
+// element size. Other reductions work block by block: with more than two inputs, all but the last are combined in an
+// accumulator, and further outputs are copies of the first. If they use non-temporal stores, each output is a copy of
+// a block that stays in the cache.
 template <class T, class Op>
 void fold(const Reduction& r) {
   using Acc = typename Element<T>::Acc;

@@ -1,10 +1,10 @@
 // Collectives among processes: the data pass through the segment in steps that stay in the cache.
 //
-// In each step a rank writes to its own step buffer what others need, all ranks pass the barrier, and all read. There
-// are two of each buffer: what is read after barrier s is overwritten after barrier s + 1 at the earliest, when all
-// have finished reading. An abort may happen at any barrier, since no rank accesses another rank's own memory. A
-// thread may suspend the collective at any barrier; the resuming thread begins before that barrier and repeats the
-// step's copies.
+// In each step a rank writes to its own step buffer what others need (in scatter the root writes to the other ranks'
+// step buffers), all ranks pass the barrier, and all read. There are two of each buffer: what is read after barrier s
+// is overwritten after barrier s + 1 at the earliest, when all have finished reading. An abort may happen at any
+// barrier, since no rank accesses another rank's own memory. A thread may suspend the collective at any barrier; the
+// resuming thread begins before that barrier and repeats the step's copies.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -101,38 +101,38 @@ class ShmStaged {
     }
   }
 
-  // Step buffers hold a part for each other rank; after the barrier `finish(at, n, step, part)` makes this rank's
-  // result from the parts.
+  // Step buffers hold a part of `part_bytes` for each other rank; after the barrier `finish(at, n, step, part_bytes)`
+  // makes this rank's result from the parts.
   template <class Finish>
   void send_parts(Finish finish) {
-    const size_t part = part_of_step(nranks_);
-    for (size_t step = progress_.step, at = step * part; at < bytes_; step++, at += part) {
-      const size_t n = std::min(part, bytes_ - at);
+    const size_t part_bytes = part_of_step(nranks_);
+    for (size_t step = progress_.step, at = step * part_bytes; at < bytes_; step++, at += part_bytes) {
+      const size_t n = std::min(part_bytes, bytes_ - at);
       for (size_t r = 0; r < nranks_; r++) {
-        if (r != rank_) copy(input(rank_, step) + r * part, send_ + r * bytes_ + at, n);
+        if (r != rank_) copy(input(rank_, step) + r * part_bytes, send_ + r * bytes_ + at, n);
       }
       if (!barrier(step)) return;
-      finish(at, n, step, part);
+      finish(at, n, step, part_bytes);
     }
   }
 
   // The part of rank `r` for this rank in a step.
-  const char* part_from(size_t r, size_t at, size_t step, size_t part) {
-    return r == rank_ ? send_ + r * bytes_ + at : input(r, step) + rank_ * part;
+  const char* part_from(size_t r, size_t at, size_t step, size_t part_bytes) {
+    return r == rank_ ? send_ + r * bytes_ + at : input(r, step) + rank_ * part_bytes;
   }
 
   void all_to_all() {
-    send_parts([&](size_t at, size_t n, size_t step, size_t part) {
+    send_parts([&](size_t at, size_t n, size_t step, size_t part_bytes) {
       for (size_t i = 0; i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
-        deliver(recv_ + r * bytes_ + at, part_from(r, at, step, part), n);
+        deliver(recv_ + r * bytes_ + at, part_from(r, at, step, part_bytes), n);
       }
     });
   }
 
   void reduce_scatter() {
-    send_parts([&](size_t at, size_t n, size_t step, size_t part) {
-      reduce_pieces(comm_, place_, [&](int r) { return part_from(size_t(r), at, step, part); }, n / element_,
+    send_parts([&](size_t at, size_t n, size_t step, size_t part_bytes) {
+      reduce_pieces(comm_, place_, [&](int r) { return part_from(size_t(r), at, step, part_bytes); }, n / element_,
                     {recv_ + at}, bytes_);
     });
   }

@@ -27,7 +27,7 @@ _DEADLINE = 600.0
 
 
 def register() -> None:
-    """Register this backend for ``init_process_group("ncclpy")``, unless the entry point, say, has done so already."""
+    """Register this backend for ``init_process_group("ncclpy")``, unless torch's entry point has done so already."""
     from torch.distributed import Backend
 
     import _ncclpy_torch
@@ -41,13 +41,13 @@ def device_types() -> list[str]:
     return ["cpu", "cuda"] if library.library().engine == "cuda" else ["cpu"]
 
 
-def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
+def create(torch_group: Any, options: Mapping[str, Any] | None) -> Any:
     """Return the backend of a process group that torch makes.
 
     Parameters
     ----------
-    theirs : torch.distributed.distributed_c10d._DistributedBackendOptions
-        Store, rank, size, timeout and name of the group, and the ranks of the world in it.
+    torch_group : torch.distributed.distributed_c10d._DistributedBackendOptions
+        Store, rank, size, timeout and name of the group, and its members' ranks in the world.
     options : mapping, optional
         The ``pg_options``: options of `ncclpy.ProcessGroup` (``{"check": "first"}``). A ``"timeout"`` is in seconds,
         and replaces torch's.
@@ -58,27 +58,31 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
             f"{type(options).__name__}"
         )
     given = dict(options or {})
-    timeout = float(given["timeout"]) if "timeout" in given else _deadline(theirs.timeout)
-    ranks = list(theirs.global_ranks_in_group) or list(range(theirs.group_size))
-    is_world = not theirs.global_ranks_in_group
+    timeout = float(given["timeout"]) if "timeout" in given else _deadline(torch_group.timeout)
+    ranks = list(torch_group.global_ranks_in_group) or list(range(torch_group.group_size))
+    is_world = not torch_group.global_ranks_in_group
     shutdown = None if is_world else of_world()
-    if is_world and theirs.group_size > 1 and connection_to(theirs.store) is not None:
-        shutdown = StoreShutdown(theirs.store, TorchStore(theirs.store), theirs.group_rank, theirs.group_size)
+    if is_world and torch_group.group_size > 1 and connection_to(torch_group.store) is not None:
+        shutdown = StoreShutdown(
+            torch_group.store, TorchStore(torch_group.store), torch_group.group_rank, torch_group.group_size
+        )
     if is_world:
         begin_world(shutdown)
-    made = _made(theirs.store, theirs.group_rank, ranks, timeout, str(theirs.group_id), given, shutdown)
+    made = _make_backend(
+        torch_group.store, torch_group.group_rank, ranks, timeout, str(torch_group.group_id), given, shutdown
+    )
     made.python.store_shutdown = shutdown if is_world else None
     return made
 
 
-def _deadline(theirs: datetime.timedelta) -> float:
+def _deadline(torch_timeout: datetime.timedelta) -> float:
     """Return the seconds that an operation may take, by the timeout of a torch group."""
     from torch.distributed import constants
 
-    return _DEADLINE if theirs == constants.default_pg_timeout else float(theirs.total_seconds())
+    return _DEADLINE if torch_timeout == constants.default_pg_timeout else float(torch_timeout.total_seconds())
 
 
-def _made(
+def _make_backend(
     store: Any,
     rank: int,
     ranks: list[int],
@@ -119,7 +123,7 @@ def _made(
             return None
         their_ranks = [ranks[each] for each in members]
         more = {name: value for name, value in options.items() if name != "timeout"}
-        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more, shutdown)
+        return _make_backend(their_store, members.index(rank), their_ranks, seconds, group_name, more, shutdown)
 
     def backend() -> TorchBackend:
         return TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options)
@@ -142,8 +146,8 @@ def _choose_engine() -> None:
 def _gpu(rank: int) -> int:
     """Return the GPU of a rank of the world if no tensor has named one.
 
-    This is torch's current GPU if the program has chosen it; else the GPU of LOCAL_RANK; else the only GPU that this
-    process has tensors on; else the GPU with the rank's number, as in torch's nccl.
+    This is torch's current GPU unless that is GPU 0, the default; else the GPU of LOCAL_RANK; else the only GPU that
+    this process has tensors on; else the GPU with the rank's number, as in torch's nccl.
     """
     import torch
 

@@ -73,7 +73,7 @@ def test_figures_in_guides_are_those_of_the_results():
     plain, windows, torch = (
         f"{summary.median(samples[rival]):.1f}" for rival in ("ncclpy", "ncclpy, windows", "torch.distributed")
     )
-    words = f"plain {plain} us, in symmetric windows {windows} us, torch.distributed {torch} us"
+    words = f"{plain} us in plain memory, {windows} us in symmetric windows, and {torch} us with torch.distributed"
     assert words in " ".join((DOCS / "guides" / "inference.md").read_text().split())
 
 
@@ -115,7 +115,7 @@ def made_up(ours, theirs):
 
 def test_higher_costs_are_reported_while_they_are_higher():
     page = front.page(made_up([40.0], [20.0]), {}, "pictures")
-    assert "have their operation it takes 40.0 us, a loop in C 20.0 us" in " ".join(page.split())
+    assert "so 40.0 us pass from the last add until all 4 GPUs have their operation; a loop in C takes 20.0 us" in " ".join(page.split())
     assert "## Where it costs more" not in front.page(made_up([19.0], [20.0]), {}, "pictures")
 
 

@@ -70,12 +70,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool done() const;
   // Returns when all tasks queued so far are done; on the legacy stream, also those of the blocking streams.
   void synchronize();
-  // For a caller that polls the stream instead of waiting: ensures that the stream has a worker.
+  // For a caller that polls the stream instead of waiting: gives the stream a worker if it has tasks and none. If no
+  // thread can be started, leaves the stream to the sweeper.
   void nudge();
-  // For the sweeper: ensures a worker if a task has not been started since the last sweep. Returns whether to sweep
-  // again.
+  // For the sweeper: gives the stream a worker if it has finished no task since the last sweep, although one was
+  // queued then, and if no task runs now. Returns whether to sweep again.
   bool sweep();
-  // For a stream that no caller will wait for any more: ensures that it has a worker.
+  // For a stream that no caller will wait for any more: as nudge().
   void close() { nudge(); }
   // Called by a worker: runs tasks until the queue is empty.
   void run_tasks();
@@ -98,8 +99,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  // The caller of a function with `lock` holds mutex_ by this lock. run_first() and spin() release the lock meanwhile
-  // and take it again; the other functions return with the lock released.
+  // A function with the parameter `lock` is called with mutex_ locked by it. run_first() releases it while the task
+  // runs, spin() while it spins, and both return with it locked; the other functions return with it released.
   void ensure_worker(std::unique_lock<StreamMutex>& lock);
   void assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock);
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
@@ -132,7 +133,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool has_worker_ = false;                    // a worker runs this stream's tasks, or is being woken for them
   std::uint64_t last_uninterruptible_ = 0;     // number of the last task that is not interruptible
   bool lazy_ = false;
-  std::uint64_t awaited_number_ = 0;           // the last awaited task that was the queue's last when its wait began
+  std::uint64_t awaited_number_ = 0;           // newest task that was the queue's last task when a wait for it began
   int prompt_waits_ = 0;                       // prompt waits in a row, each for the last task of the queue
   int prompt_waits_needed_ = 8;                // this many prompt waits in a row make the stream lazy
   bool swept_ = false;                         // the sweeper has this stream on its list

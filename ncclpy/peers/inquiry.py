@@ -54,7 +54,7 @@ class Inquiries:
     asker
         The rank that asks, for the log: "rank 3 of process group 'default'".
     stopped_here
-        Returns which processes of this machine are stopped, as the end of a sentence; it needs no store.
+        Returns a text to append to a message: which processes of this machine are stopped. It needs no store.
     """
 
     def __init__(self, inquire: Inquire, fails_alone: bool, asker: str, stopped_here: Callable[[], str]) -> None:

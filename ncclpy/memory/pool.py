@@ -32,8 +32,8 @@ __all__ = ["Pool", "pool"]
 
 #: Seconds that a commit waits for other ranks, if neither its caller nor the communicator gives a timeout.
 _PATIENCE = 60.0
-#: Each rank's first message begins with this number. Behind it are the rank's number of windows, its number of new
-#: segments, and a digest of the new segments' sizes.
+#: In a commit over a communicator, what each rank sends in the first all-gather begins with this number. Behind it are
+#: the rank's number of windows, its number of new segments, and a digest of the new segments' sizes.
 _MAGIC = 0x6E63636C706F6F6C
 
 
@@ -43,8 +43,9 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
     Parameters
     ----------
     framework : {"torch", "cupy", "numpy"}
-        The framework of the arrays: a ``torch.cuda.MemPool`` or a ``cupy.cuda.MemoryPool``; numpy on the host engine,
-        with `memory.empty` or `Pool.empty`.
+        The framework of the arrays. The pool of torch is a ``torch.cuda.MemPool``, that of CuPy a
+        ``cupy.cuda.MemoryPool``. Numpy's arrays are allocated by `memory.empty` or `Pool.empty`, on the host engine
+        only.
     comm_or_group : Communicator or ProcessGroup
         Memory is allocated on its device, and windows are registered with its ranks. Like all memory that
         `ncclpy.memory` allocates, it is registered on every communicator of the device.
@@ -59,7 +60,8 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
     Raises
     ------
     NcclUnsupported
-        On the host engine for another framework than numpy; before NCCL 2.19, and with `symmetric` before 2.27.
+        On the host engine for another framework than numpy, and with NCCL on GPUs for numpy; before NCCL 2.19, and
+        with `symmetric` before 2.27.
     ImportError
         If the framework cannot be imported.
     ValueError
@@ -191,9 +193,9 @@ class Pool:
         """Register windows over the segments that have none yet (`ncclCommWindowRegister`); all ranks call it.
 
         First the ranks compare their lists of those segments, so that a difference is an error and not a hang: ranks
-        of a `ProcessGroup` in its store, ranks of a `Communicator` in one small all-gather. Group operations begun by
-        other threads meanwhile are not ordered with a commit, nor are commits of the group's other pools. Without
-        ``symmetric=True`` it does nothing.
+        of a `ProcessGroup` in its store, ranks of a `Communicator` in one small all-gather. A commit is not ordered
+        with operations of the `ProcessGroup` that other threads begin during the commit, nor with commits of its other
+        pools. Without ``symmetric=True`` it does nothing.
 
         Parameters
         ----------
@@ -329,9 +331,9 @@ class Pool:
         """Close the windows and drop the framework's pool; a second call does nothing. Arrays keep their memory.
 
         All ranks call it, when nothing uses the windows any more. Windows of a communicator that is closed or aborted
-        are gone already. If one cannot be closed, the others still are, and then the first error is raised. A
-        commit in another thread is waited for. In a signal handler that interrupts a commit, the commit closes the
-        windows at its end.
+        are gone already. If one window cannot be closed, the others are closed nevertheless, and then the first error
+        is raised. A commit in another thread is waited for. In a signal handler that interrupts a commit, the commit
+        closes the windows at its end.
         """
         with self._lock:
             self._closed = True

@@ -32,7 +32,7 @@ class Type:
         Binary digits of a float's significand, the leading one included; 0 for integers. Integers up to ``2**digits``
         are exact.
     since
-        The first NCCL version that has it.
+        The first NCCL version that has it, of those that ncclpy supports (2.16 and newer).
     """
 
     name: str
@@ -83,7 +83,7 @@ def _fp8_values(datatype: DataType) -> np.ndarray:
     fraction = (code & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
     values = sign * np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
     if datatype is DataType.FLOAT8E4M3:
-        values[code & 0x7F == 0x7F] = np.nan  # E4M3 has no infinity: one NaN, the rest are numbers
+        values[code & 0x7F == 0x7F] = np.nan  # E4M3 has no infinity, and one NaN of each sign
     else:
         values[code & 0x7F == 0x7C] = sign[code & 0x7F == 0x7C] * np.inf
         values[code & 0x7F > 0x7C] = np.nan

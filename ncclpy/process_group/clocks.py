@@ -25,9 +25,9 @@ __all__ = ["Clocks"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: The key of the identity of rank 0's clock; the prefixes of the keys by which ranks ask for its time and rank 0
-#: answers.
+#: The key under which rank 0 sets the identity of its clock.
 _CLOCK_KEY = "clock/of"
+#: The prefixes of the keys by which ranks ask for the time of rank 0, and of those by which rank 0 answers.
 _QUESTION_PREFIX = "clock/asked/"
 _ANSWER_PREFIX = "clock/told/"
 #: Round trips of one comparison, and seconds to wait for each answer.

@@ -22,7 +22,8 @@ cdef class CallSignature:
     ) except -1
     # Return the calls and messages as a note for other ranks, see check/mismatch.py.
     cdef bytes packed(self)
-    # Add a collective to `calls`; `name` is that of its type, `uneven` whether parts may differ, `parts` their counts.
+    # Add a collective to `calls`: `name` is the name of its data type, `uneven` whether the counts of its parts may
+    # differ, `parts` the `nparts` counts that all ranks know, packed.
     cdef int note(self, const Fingerprint* found, str name, int uneven, size_t nparts, bytes parts) except -1
 
 
@@ -34,7 +35,7 @@ cdef class Request:
     cdef Work work
     cdef double limit  # seconds from its launch
     cdef long long epoch  # of the group when it was made, see `Lifecycle.number`
-    cdef Operation one
+    cdef Operation first_step  # where `steps` points while there is one operation; no allocation is needed then
     cdef Operation* steps
     cdef size_t count
     cdef size_t capacity
@@ -49,7 +50,7 @@ cdef class Request:
     cdef int fail(self, object error) except -1
     cdef bint is_one_message_with(self, int rank) noexcept  # whether it is one send or receive, with this rank
     cdef int add_all(self, Lowered lowered) except -1
-    cdef unsigned long long signature(self) noexcept
+    cdef unsigned long long signature(self) noexcept  # a hash of what NCCL's choice of an algorithm depends on
 
 
 cdef Request new_request(Work work, double limit)
@@ -76,7 +77,7 @@ cdef class Connection(CommunicatorSet):
     cdef object memory  # device memory for the first exchange of a pair
     cdef list waiting
     cdef str unmade  # its name in the recorder until it is made
-    cdef dict messages  # the number of sends and receives in blocks, by peer
+    cdef dict messages  # the number of sends and receives that coalescing blocks have begun, by peer
     cdef list held  # requests held back until their messages are compared, and all requests behind them
     cdef Awaited awaited
     cdef readonly object settled  # an event, set once it is made or cannot be made
@@ -88,9 +89,10 @@ cdef class Connection(CommunicatorSet):
     cdef Py_ssize_t count_overdue(self) except -1
     # Whether a work on it is not over.
     cdef bint has_unsettled(self) except -1
-    # How many operations wait for it or are under way on it.
+    # How many requests wait for it, launches run on it, and works on it are overdue.
     cdef Py_ssize_t pending(self) except -1
-    # Whether it can be closed: it is made, and has no error that its peers would have to be told.
+    # Whether it can be closed: it is made, no work on it is overdue, and it has no error that its peers would have to
+    # be told.
     cdef bint is_well(self) except -1
     # Raise for an operation on a communicator that is gone.
     cdef int refuse(self) except -1
@@ -99,13 +101,14 @@ cdef class Connection(CommunicatorSet):
     cdef int set_up(self, Communicator comm) except -1
     cdef int count_messages(self, Request request) except -1
     cdef Launch launch_or_queue(self, Request request)
-    cdef Launch launch(self, Request request, bint here)
+    cdef Launch launch(self, Request request, bint by_caller)
     cdef int _fill(self, Request request, object launch, double moment) except -1
 
 
 # One of these streams, given as numbers, if all are being captured; NULL if none is. Raise ValueError if only some are.
 cdef CUstream captured_of(set streams, int device) except? NULL
 
-# Capture a request into the user's graph, on the streams of its steps. Raise if nothing was called; return the error of
-# NCCL, or None.
+# Capture a request into the user's graph, on the streams of its steps. Return None, or the error with which the group
+# has to fail: an error of NCCL, or NcclAborted if the communicator is unusable. Raise if nothing was called and the
+# communicator is usable.
 cdef object capture(Connection connection, Request request)

@@ -130,7 +130,7 @@ cdef class Request:
     """Operations that are launched together, from the call to the launch."""
 
     def __dealloc__(self):
-        if self.steps != &self.one:
+        if self.steps != &self.first_step:
             free(self.steps)
 
     cdef int add(self, const Operation* operation) except -1:
@@ -139,11 +139,13 @@ cdef class Request:
         cdef size_t capacity
         if self.count == self.capacity:
             capacity = 2 * self.capacity + 6
-            grown = <Operation*>realloc(NULL if self.steps == &self.one else self.steps, capacity * sizeof(Operation))
+            grown = <Operation*>realloc(
+                NULL if self.steps == &self.first_step else self.steps, capacity * sizeof(Operation)
+            )
             if grown == NULL:
                 raise MemoryError
-            if self.steps == &self.one:
-                grown[0] = self.one
+            if self.steps == &self.first_step:
+                grown[0] = self.first_step
             self.steps, self.capacity = grown, capacity
         self.steps[self.count] = operation[0]
         self.count += 1
@@ -184,7 +186,7 @@ cdef Request new_request(Work work, double limit):
     cdef Request request = Request.__new__(Request)
     request.work = work
     request.limit = limit
-    request.steps, request.capacity = &request.one, 1
+    request.steps, request.capacity = &request.first_step, 1
     return request
 
 
@@ -392,10 +394,10 @@ rendezvous_calls : (callable, callable)
         self.waiting.append(request)
         return None
 
-    cdef Launch launch(self, Request request, bint here):
+    cdef Launch launch(self, Request request, bint by_caller):
         """Put a request on the device; an error is raised by its work, not here.
 
-        Return the launch if `here` allows it to be made by the caller, see `Launch.start`.
+        Return the launch if `by_caller` allows the caller to make its calls, see `Launch.start`.
         """
         cdef Launch launch
         cdef double moment = now()
@@ -408,7 +410,7 @@ rendezvous_calls : (callable, callable)
             if request.partner is not None:
                 self._fill(request.partner, launch, moment)
             launch.signature = request.signature()
-            return launch.start(here and self.knows(launch.signature))
+            return launch.start(by_caller and self.knows(launch.signature))
         except BaseException as error:
             self.forget(launch)
             request.work.settle(error)

@@ -8,7 +8,7 @@ import warnings
 
 from ncclpy.core.runtime import library as _library
 
-_outer: list[Faults] = []  # the blocks that are open, the innermost last
+_open_blocks: list[Faults] = []  # the blocks that are open, the innermost last
 
 
 class Faults:
@@ -37,15 +37,16 @@ class Faults:
             raise TypeError(f"plan must be a str, not {type(plan).__name__}")
         self.plan = plan
         self._fired: list[str] | None = None
-        # The rules that have not fired, read before each inner block: its beginning resets what has fired.
+        # The rules that have never fired in this block; None before the first reading. Read before each inner block
+        # and at the end, since the beginning of an inner block resets the engine's record of rules that have fired.
         self._unfired: list[str] | None = None
 
     def __enter__(self) -> Faults:
         unfired = _unfired()
         _set(self.plan)
-        if _outer:
-            _outer[-1]._note_unfired(unfired)
-        _outer.append(self)
+        if _open_blocks:
+            _open_blocks[-1]._note_unfired(unfired)
+        _open_blocks.append(self)
         self._fired = self._unfired = None
         return self
 
@@ -56,10 +57,10 @@ class Faults:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
-        self._fired = _read()
+        self._fired = _fired()
         self._note_unfired(_unfired())
-        _outer.pop()
-        _set(_outer[-1].plan if _outer else os.environ.get("NCCLPY_FAULTS", ""))
+        _open_blocks.pop()
+        _set(_open_blocks[-1].plan if _open_blocks else os.environ.get("NCCLPY_FAULTS", ""))
         for rule in self._unfired or []:
             warnings.warn(
                 f'the fault "{rule}" has not happened: no call in this block matched the rule '
@@ -73,7 +74,7 @@ class Faults:
         """Return the faults that have happened so far, one line each, in order; also after the block has ended."""
         if self._fired is not None:
             return self._fired
-        return _read() if self in _outer else []
+        return _fired() if self in _open_blocks else []
 
 
 def _engine():
@@ -99,7 +100,7 @@ def _set(plan: str) -> None:
         raise ValueError(engine.ncclGetLastError(None).decode())
 
 
-def _read() -> list[str]:
+def _fired() -> list[str]:
     fired: bytes = _engine().ncclpyHostFaultsFired()
     return fired.decode().splitlines()
 

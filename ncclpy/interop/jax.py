@@ -36,7 +36,7 @@ __all__ = [
 #: The alignment in bytes that XLA needs of CPU memory to take it over without a copy.
 _ALIGNMENT = 64
 #: Seconds between two checks for an asynchronous error during a wait.
-_LOOK = 0.25
+_CHECK_INTERVAL = 0.25
 
 
 def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: float | None = None) -> Any:
@@ -58,7 +58,7 @@ def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: flo
     jax.Array
         A new array of the same shape.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
     return _received(
         comm, array.shape, array.dtype, lambda recv, options: comm.all_reduce(array, recv, op, **options), timeout
     )
@@ -81,7 +81,7 @@ def reduce(comm: Communicator, array: Any, op: OpLike = SUM, root: int = 0, *, t
     jax.Array or None
         The result on the root, None on the other ranks.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
     made = _received(
         comm, array.shape, array.dtype, lambda recv, options: comm.reduce(array, recv, op, root, **options), timeout
     )
@@ -102,7 +102,7 @@ def broadcast(comm: Communicator, array: Any, root: int = 0, *, timeout: float |
     timeout
         As for `all_reduce`.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
     return _received(
         comm, array.shape, array.dtype, lambda recv, options: comm.broadcast(array, recv, root, **options), timeout
     )
@@ -116,7 +116,7 @@ def all_gather(comm: Communicator, array: Any, *, timeout: float | None = None) 
     comm, array, timeout
         As for `all_reduce`; all arrays have one shape.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
     shape = (comm.nranks, *array.shape)
     return _received(comm, shape, array.dtype, lambda recv, options: comm.all_gather(array, recv, **options), timeout)
 
@@ -129,7 +129,7 @@ def reduce_scatter(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout:
     comm, array, op, timeout
         As for `all_reduce`; the length of the first axis is a multiple of the number of ranks.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
     shape = (_part(comm, array), *array.shape[1:])
     return _received(
         comm, shape, array.dtype, lambda recv, options: comm.reduce_scatter(array, recv, op, **options), timeout
@@ -144,7 +144,7 @@ def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) 
     comm, array, timeout
         As for `all_reduce`; the length of the first axis is a multiple of the number of ranks.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
     _part(comm, array)
     return _received(
         comm, array.shape, array.dtype, lambda recv, options: comm.all_to_all(array, recv, **options), timeout
@@ -161,8 +161,8 @@ def send(comm: Communicator, array: Any, peer: int, *, timeout: float | None = N
     peer
         The rank.
     """
-    array = _given(array)
-    _done(comm, lambda options: comm.send(array, peer, **options), timeout)
+    array = _as_jax_array(array)
+    _call_and_wait(comm, lambda options: comm.send(array, peer, **options), timeout)
 
 
 def recv(comm: Communicator, shape: Sequence[int], dtype: Any, peer: int, *, timeout: float | None = None) -> Any:
@@ -194,7 +194,7 @@ def send_recv(comm: Communicator, array: Any, to: int, source: int, *, timeout: 
     source
         The rank that sends the array that is returned.
     """
-    array = _given(array)
+    array = _as_jax_array(array)
 
     def both(recv: Any, options: dict[str, Any]) -> None:
         with Group():
@@ -216,7 +216,7 @@ def _jax() -> Any:
     return jax
 
 
-def _given(array: Any) -> Any:
+def _as_jax_array(array: Any) -> Any:
     """Return the argument as an array of JAX; raise if it has no values (a tracer) or is not on one device."""
     jax = _jax()
     if isinstance(array, jax.core.Tracer):
@@ -226,7 +226,7 @@ def _given(array: Any) -> Any:
     array = jax.numpy.asarray(array)
     if len(array.devices()) != 1:
         raise ValueError(
-            f"array: it is spread over {len(array.devices())} devices, and a communicator is of one; pass the parts, "
+            f"array: it is spread over {len(array.devices())} devices, and a communicator has one; pass the parts, "
             "array.addressable_shards[i].data"
         )
     return array
@@ -252,13 +252,13 @@ def _received(
         memory = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         made = memory[start : start + memory.size - _ALIGNMENT].view(dtype).reshape(shape)
-        _done(comm, functools.partial(call, made), timeout)
-        # DLPack has none of the types that numpy gets from ml_dtypes.
+        _call_and_wait(comm, functools.partial(call, made), timeout)
+        # Numpy cannot export the types that it gets from ml_dtypes through DLPack.
         return jax.dlpack.from_dlpack(made) if dtype.isbuiltin == 1 else jax.numpy.asarray(made)
-    return _of_device(jax, comm, shape, dtype, call, timeout)
+    return _received_on_device(jax, comm, shape, dtype, call, timeout)
 
 
-def _of_device(
+def _received_on_device(
     jax: Any,
     comm: Communicator,
     shape: tuple[int, ...],
@@ -270,11 +270,11 @@ def _of_device(
     count = int(np.prod(shape))
     memory = alloc(max(1, count * dtype.itemsize), comm.device)
     buffer = memory.buffer(dtype, count)
-    _done(comm, functools.partial(call, buffer), timeout)
+    _call_and_wait(comm, functools.partial(call, buffer), timeout)
     return jax.dlpack.from_dlpack(buffer).reshape(shape)
 
 
-def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout: float | None) -> None:
+def _call_and_wait(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout: float | None) -> None:
     """Make a call, and wait until it is done."""
     if in_group():
         raise RuntimeError(
@@ -295,10 +295,10 @@ def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout:
 
 
 def _complete(comm: Communicator, stream: Stream) -> None:
-    """Wait for a stream, and raise an asynchronous error of the communicator, whose operations may never end."""
+    """Wait for a stream; raise the communicator's asynchronous error, after which the stream may never become idle."""
     while True:
         try:
-            stream.synchronize(_LOOK)
+            stream.synchronize(_CHECK_INTERVAL)
             break
         except NcclTimeout:
             if comm.closed:  # the operation's own timeout has passed

@@ -71,7 +71,8 @@ def space():
         ncclpy.Communicator.from_mpi(world, timeout=DEADLINE)
     except ValueError as error:
         said = (
-            "ranks 0 and 2 of 3 would share device 0 of their machine, which has 2, and 3 ranks; NCCLPY_HOST_DEVICES=3"
+            "ranks 0 and 2 of 3 would share device 0 of their machine, which has 2 devices and 3 ranks; "
+            "NCCLPY_HOST_DEVICES=3"
         )
         assert said in str(error), error
     else:

@@ -52,7 +52,8 @@ def exchange(comm: Any, device: int | None, timeout: float | None, make: Callabl
     NcclRemoteError
         If another rank has failed here; that rank raises its own error.
     ValueError
-        If `comm` is ``MPI.COMM_NULL``; or, on all ranks, if a machine has too few devices.
+        If `comm` is ``MPI.COMM_NULL``; or, on all ranks, if two ranks would share a device that they have not both
+        asked for.
     """
     try:
         kind = MPI.Intracomm
@@ -99,7 +100,7 @@ def _check_shared_devices(told: list[dict[str, Any]], machines: list[str], devic
         hint = f"; NCCLPY_HOST_DEVICES={size} shows more" if told[rank]["host"] else ""
         raise ValueError(
             f"ranks {mate} and {rank} of {len(told)} would share device {devices[rank]} of their machine, which has "
-            f"{told[rank]['count']}, and {size} ranks{hint}; pass device= on all ranks, or start fewer"
+            f"{told[rank]['count']} devices and {size} ranks{hint}; pass device= on all ranks, or start fewer"
         )
 
 
@@ -149,11 +150,11 @@ def gather_json(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> lis
     NcclRemoteError
         If `mine()` has raised on another rank.
     """
-    met: BaseException | None = None
+    failure: BaseException | None = None
     try:
         said = mine()
     except BaseException as failed:  # raised after telling: the others wait for this rank's part
-        met, said = failed, {"failed": f"{type(failed).__name__}: {failed}"}
+        failure, said = failed, {"failed": f"{type(failed).__name__}: {failed}"}
     told = _gathered(comm, json.dumps(said).encode())
     failures = [
         f"rank {rank} could not take part in {what}: {each['failed']}"
@@ -162,15 +163,15 @@ def gather_json(comm: Any, mine: Callable[[], dict[str, Any]], what: str) -> lis
     ]
     if failures:
         comm.Free()
-        raise met or NcclRemoteError(failures[0])
+        raise failure or NcclRemoteError(failures[0])
     return told
 
 
 def _gathered(comm: Any, mine: bytes) -> list[Any]:
     """Return what all ranks say, each in JSON."""
-    every = bytearray(8 * comm.size)
-    comm.Allgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [every, MPI.BYTE])
-    sizes = [int.from_bytes(every[8 * rank : 8 * rank + 8], "little") for rank in range(comm.size)]
+    packed_sizes = bytearray(8 * comm.size)
+    comm.Allgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [packed_sizes, MPI.BYTE])
+    sizes = [int.from_bytes(packed_sizes[8 * rank : 8 * rank + 8], "little") for rank in range(comm.size)]
     heard = bytearray(sum(sizes))
     comm.Allgatherv([mine, MPI.BYTE], [heard, sizes, MPI.BYTE])
     ends = [sum(sizes[: rank + 1]) for rank in range(comm.size)]
@@ -180,8 +181,8 @@ def _gathered(comm: Any, mine: bytes) -> list[Any]:
 def devices_of(machines: Sequence[str], places: Sequence[tuple[int | None, int, int]]) -> list[int]:
     """Return the device of each rank: the one that it asks for, else its current one.
 
-    If another rank of the machine has the same device, a rank that asks for none gets the device with its own number
-    on the machine instead.
+    If another rank of the machine has the same device, a rank that asks for none gets instead the device whose
+    ordinal is the number of this rank among the ranks of its machine, modulo the number of devices.
 
     Parameters
     ----------

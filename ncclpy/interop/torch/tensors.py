@@ -60,7 +60,7 @@ def _values(tensor: Any) -> Any:
 
 
 def times(tensor: Any, factor: Any) -> Any:
-    """Return a contiguous tensor times a factor, of the tensor's type."""
+    """Return a new contiguous tensor of the same type: `tensor` times a factor."""
     import torch
 
     made = tensor.new_empty(tensor.shape)
@@ -70,12 +70,12 @@ def times(tensor: Any, factor: Any) -> Any:
 
 
 def _number(factor: Any) -> Any:
-    """Return a factor; a tensor gets 0 dimensions, with which it promotes no type and may be in CPU memory."""
+    """Return a number as it is, a tensor with 0 dimensions: that promotes no type and may be in CPU memory."""
     return factor.reshape(()) if hasattr(factor, "reshape") else factor
 
 
 def are_even(tensor: Any, parts: Sequence[Any]) -> bool:
-    """Return whether all parts have as many elements as a tensor, of its type."""
+    """Return whether each part has the number of elements and the type of `tensor`."""
     count, dtype = tensor.numel(), tensor.dtype
     return all(part.numel() == count and part.dtype == dtype for part in parts)
 
@@ -88,7 +88,7 @@ class Places:
         self._ends: list[int] = []
 
     def has(self, tensor: Any) -> bool:
-        """Return whether a tensor shares memory with one of an earlier call; note its memory if it does not."""
+        """Return whether a tensor shares memory with a tensor of an earlier call; if not, note its memory."""
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
         i = bisect_right(self._starts, start)
@@ -192,7 +192,7 @@ class Staging:
         return first.new_empty(len(parts) * first.numel(), device=self.device or first.device)
 
     def _adjacent(self, parts: Sequence[Any]) -> Any:
-        """Return a tensor over the memory of several that are adjacent in it, None if they are not."""
+        """Return one tensor over several that are adjacent in one storage; None if they are not."""
         first = parts[0]
         storage, start, count = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
         for i, part in enumerate(parts):

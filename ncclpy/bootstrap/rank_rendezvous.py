@@ -2,10 +2,10 @@
 
 Each rank puts its contribution under a key of its own, an ephemeral one where the store has these. The first of the
 ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
-number of a rank's operations does not depend on the number of ranks. A rank waits in slices; between two slices it
-leaves if the rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, which can be
-set only once: either all have met, or none has. The wait also ends early if a missing rank has announced that it will
-not arrive, or is lost and the store or the caller can detect the loss.
+number of a rank's requests to the store does not depend on the number of ranks. A rank waits in slices; between two
+slices it leaves if the rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, and
+the outcome can be set only once: either all have met, or none has. The wait also ends early if a missing rank has
+announced that it will not arrive, or is lost and the store or the caller can detect the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RankRendezvous", "listed", "refuse", "set_while_alive"]
 #: Seconds of a slice of a wait, after which the rank checks whether the rendezvous is still wanted.
 _SLICE = 0.3
 #: Seconds that each rank of the rendezvous adds to a slice, since all ranks send requests to the store after a slice.
-_SLICE_OF_A_RANK = 0.5e-3
+_SLICE_PER_RANK = 0.5e-3
 #: How many missing ranks are checked for being lost after each slice, in turn: each check takes several requests.
 _CHECKS_PER_SLICE = 8
 
@@ -214,17 +214,17 @@ class RankRendezvous:
             If a contribution, or the outcome, cannot be decoded.
         """
         deadline = time.monotonic() + timeout
-        keys = [self._here(base, member) for member in members]
+        keys = [self._arrival_key(base, member) for member in members]
         left_text = f"rank {self.rank} of {self.size} arrived {what}, and left before all others had arrived"
         for each in self._own:
-            self._put(self._here(base, each), brought)
+            self._put(self._arrival_key(base, each), brought)
         try:
             if members[0] in self._own:
-                contributions = self._await(keys, deadline, len(keys), wanted, self._outcome(base))
+                contributions = self._await(keys, deadline, len(keys), wanted, self._outcome_key(base))
                 met = _MET + combine(contributions) if contributions else None
-                outcome = self.store.compare_set(self._outcome(base), None, met)[1] or b""
+                outcome = self.store.compare_set(self._outcome_key(base), None, met)[1] or b""
             else:
-                outcome = self._await([self._outcome(base)], deadline, len(keys), wanted, first=members[0])[0]
+                outcome = self._await([self._outcome_key(base)], deadline, len(keys), wanted, first=members[0])[0]
         except StoreDamaged as error:
             outcome = self._leave(base, str(error), None, kind=_DAMAGED)
         except StoreError:
@@ -241,20 +241,20 @@ class RankRendezvous:
             raise
         if outcome.startswith(_MET):
             return outcome[len(_MET) :]
-        raise decode(_error_of, outcome, self.store, self._outcome(base))
+        raise decode(_error_of, outcome, self.store, self._outcome_key(base))
 
     def combined(self, base: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
         """Return a `combine` that decodes each rank's contribution with `read` and makes one JSON list of them."""
 
         def combine(contributions: list[bytes]) -> bytes:
             for rank, each in enumerate(contributions):
-                decode(read, each, self.store, self._here(base, rank), rank)
+                decode(read, each, self.store, self._arrival_key(base, rank), rank)
             return b"[" + b",".join(contributions) + b"]"
 
         return combine
 
     def parts(self, base: str, met: bytes, read: Callable[[bytes], _T]) -> list[_T]:
-        """Return the contributions of all ranks, by rank, from what `meet` returned with a `combine` of `combined`."""
+        """Return all ranks' contributions, by rank, from what `meet` returned with a `combine` made by `combined`."""
 
         def parts(packed: bytes) -> list[_T]:
             found = [read(json.dumps(each).encode()) for each in json.loads(packed)]
@@ -262,7 +262,7 @@ class RankRendezvous:
                 raise ValueError(f"it is of {len(found)} ranks, not of {self.size}")
             return found
 
-        return decode(parts, met, self.store, self._outcome(base), 0)
+        return decode(parts, met, self.store, self._outcome_key(base), 0)
 
     def arrived(self, base: str) -> set[int]:
         """Return the ranks that have arrived at a rendezvous."""
@@ -270,15 +270,15 @@ class RankRendezvous:
 
     def has_arrived(self, base: str, rank: int) -> bool:
         """Return whether a rank has arrived at a rendezvous."""
-        return self.store.check([self._here(base, rank)])
+        return self.store.check([self._arrival_key(base, rank)])
 
     def has_met(self, base: str) -> bool:
         """Return whether a rendezvous has succeeded: all have arrived."""
-        return (self.store.compare_set(self._outcome(base), None, None)[1] or b"").startswith(_MET)
+        return (self.store.compare_set(self._outcome_key(base), None, None)[1] or b"").startswith(_MET)
 
     def has_failed(self, base: str) -> bool:
         """Return whether a rendezvous has failed, because a rank has left it."""
-        return (self.store.compare_set(self._outcome(base), None, None)[1] or b"").startswith(_FAILED)
+        return (self.store.compare_set(self._outcome_key(base), None, None)[1] or b"").startswith(_FAILED)
 
     def give_up(self, base: str, why: str, failed: bool = False) -> bool:
         """Leave a rendezvous, also one at which this rank has not arrived yet; return whether all had met before that.
@@ -290,7 +290,7 @@ class RankRendezvous:
     def forget(self, base: str, members: Sequence[int]) -> None:
         """Delete the keys of a rendezvous from which all ranks have returned."""
         with contextlib.suppress(StoreError, NcclTimeout):  # if the store is gone, so are its keys
-            for key in [self._outcome(base), *(self._here(base, member) for member in members)]:
+            for key in [self._outcome_key(base), *(self._arrival_key(base, member) for member in members)]:
                 self.store.delete(key)
 
     def clear(self, base: str, members: Sequence[int]) -> None:
@@ -302,11 +302,11 @@ class RankRendezvous:
                 self.store.delete(self.alive_key(member))
 
     @staticmethod
-    def _here(base: str, rank: int) -> str:
+    def _arrival_key(base: str, rank: int) -> str:
         return f"{base}/here/{rank}"
 
     @staticmethod
-    def _outcome(base: str) -> str:
+    def _outcome_key(base: str) -> str:
         return _outcome_at(base)
 
     @staticmethod
@@ -327,19 +327,19 @@ class RankRendezvous:
         deadline: float,
         nranks: int,
         wanted: Callable[[], bool],
-        instead: str | None = None,
+        stop_key: str | None = None,
         first: int | None = None,
     ) -> list[bytes]:
-        """Return the values of keys, once all are set; an empty list if the key `instead` is set before.
+        """Return the values of keys, once all are set; an empty list if the key `stop_key` is set before.
 
-        Without `first`, these are the keys of ranks; with it, this is the key of the outcome, which the rank `first`
-        sets. `nranks` is the number of ranks that meet, each of which lengthens a slice of the wait.
+        Without `first`, `keys` are the keys that ranks set when they arrive. With `first`, the only key is that of the
+        outcome, which the rank `first` sets. `nranks` is the number of ranks that meet; each lengthens a slice.
         """
-        length = _SLICE + nranks * _SLICE_OF_A_RANK
+        length = _SLICE + nranks * _SLICE_PER_RANK
         lookout = None if self._is_lost is None else _Lookout(self._is_lost)
         missing = keys
         while wanted():
-            if instead is not None and self.store.check([instead]):
+            if stop_key is not None and self.store.check([stop_key]):
                 return []
             left = deadline - time.monotonic()
             try:
@@ -360,7 +360,7 @@ class RankRendezvous:
         """
         told = _failed(text, missing, kind)
         try:
-            return self.store.compare_set(self._outcome(base), None, told)[1] or told
+            return self.store.compare_set(self._outcome_key(base), None, told)[1] or told
         except (StoreError, NcclTimeout):
             return told
 

@@ -73,7 +73,7 @@ cdef object _caller():
 
 
 cdef int _prepare_init(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
-    """Fill in NCCL's arguments; decide whether there is a guard, and whether the init call returns early."""
+    """Fill in NCCL's arguments; decide whether there is a guard, and whether the call returns before NCCL is done."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
     made.site = _caller()
@@ -99,7 +99,8 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.init_state.fill(config, guarded, None if blocking is None and not endable else not made.nonblocking)
     made.init_state.init_args.inherits = inherits and not endable
     if guarded:
-        warn_of_overrides()  # before NCCL is called; NCCL's configuration file may add overrides later
+        # Before NCCL is called. Overrides that NCCL reads from its configuration file only in the call are not seen.
+        warn_of_overrides()
     if parent is not None:
         made.parent = parent
         made.parent_pointer = <void*>parent
@@ -109,7 +110,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
 
 
 cdef int _make(Handle parent, Handle made, int kind) except -1:
-    """Make the call that makes a communicator. `parent` is None for a new clique."""
+    """Make the call that makes a communicator. `parent` is None for a new clique, and for a rank that joins."""
     cdef Operation operation
     memset(&operation, 0, sizeof(operation))
     note_local_peer(made)
@@ -167,8 +168,8 @@ def device_of(place):
         if _library().engine == "host":
             hint = f"; NCCLPY_HOST_DEVICES={place.local_size} shows more"
         raise ValueError(
-            f"rank {place.rank} is number {place.local_rank} of {place.local_size} on this machine, and there are "
-            f"{count} devices, one for each{hint}"
+            f"rank {place.rank} is number {place.local_rank} of {place.local_size} on this machine, which has only "
+            f"{count} devices, and each rank needs one{hint}"
         )
     return place.local_rank
 
@@ -274,7 +275,7 @@ cdef int shrink_comm(
     try:
         return _make(parent, child, SHRINK)
     except NcclTimeout as late:
-        late.args = (f"shrink(exclude={ranks}), which all ranks that stay call with the same list: {late}",)
+        late.args = (f"shrink(exclude={ranks}), which all ranks that stay must call with the same list: {late}",)
         raise
 
 
@@ -478,7 +479,7 @@ cdef class Lifecycle(Handle):
         RuntimeError
             If MPI is not initialised, or is finalised already.
         ValueError
-            If a machine has fewer devices than ranks; on all ranks.
+            On all ranks, if two ranks would share a device that they have not both asked for.
         NcclRemoteError
             If another rank could not take part; that rank raises its own error.
         NcclTimeout
@@ -585,7 +586,7 @@ cdef class Lifecycle(Handle):
 
     @classmethod
     def join(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
-        """Join a communicator that the old ranks `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
+        """Join a communicator that the old ranks make by `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
 
         Parameters
         ----------
@@ -693,7 +694,7 @@ cdef class Lifecycle(Handle):
         return self
 
     def finalize(self):
-        """Flush what was issued, on all ranks (`ncclCommFinalize`); after that only `close` may be called."""
+        """Flush what was issued, on all ranks (`ncclCommFinalize`); only `close` or `abort` may follow."""
         call_blocking(self, FINALIZE)
         self.become(FINALIZED)  # no effect if the communicator was aborted meanwhile
 
@@ -710,8 +711,9 @@ cdef class Lifecycle(Handle):
         """Release the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7).
 
         All ranks call this. User memory stays as it is: registered buffers, windows with their memory, and signals
-        that no rank has waited for yet. Windows and registrations can be closed meanwhile, and so can the
-        communicator. Every other call raises `ValueError` and does not call NCCL, which would use the released memory.
+        that no rank has waited for yet. Until `resume`, windows, registrations and the communicator can be closed, and
+        `abort`, `async_error` and `memory_stats` work. Every other call raises `ValueError` and does not call NCCL,
+        which would use the released memory.
 
         Raises
         ------

@@ -155,7 +155,7 @@ def test_too_few_devices_are_an_error(host_engine, program):
     arguments = program("import ncclpy; ncclpy.Communicator.from_env(timeout=30)")
     done = runs.run("-n", 3, "--grace", 0, *arguments, env=env)
     assert done.returncode == 1
-    assert "rank 2 is number 2 of 3 on this machine, and there are 2 devices, one for each" in done.stderr
+    assert "rank 2 is number 2 of 3 on this machine, which has only 2 devices, and each rank needs one" in done.stderr
     assert "NCCLPY_HOST_DEVICES=3 shows more" in done.stderr
 
 

@@ -97,7 +97,7 @@ def test_shrink_timeout_names_the_excluded_ranks(host_engine):
     testing.need_function("ncclCommShrink")
     comms = ncclpy.Communicator.init_all([0, 1, 2], timeout=0.5)
     with pytest.raises(
-        ncclpy.NcclTimeout, match=r"^shrink\(exclude=\[2\]\), which all ranks that stay call with the same"
+        ncclpy.NcclTimeout, match=r"^shrink\(exclude=\[2\]\), which all ranks that stay must call with the same"
     ):
         comms[0].shrink([2])
     testing.abort_all(comms)

@@ -251,7 +251,7 @@ cdef class Connection(CommunicatorSet):
         This rank in the communicator, and its number of ranks.
     site : str
         Where the group was made, for warnings.
-rendezvous_calls : (callable, callable)
+    rendezvous_calls : (callable, callable)
         The first runs the rendezvous of all ranks and returns the unique id; its arguments are seconds, and a callable
         that returns whether the communicator is still wanted. The second is called once the communicator is made.
     limit : float

@@ -115,7 +115,10 @@ def made_up(ours, theirs):
 
 def test_higher_costs_are_reported_while_they_are_higher():
     page = front.page(made_up([40.0], [20.0]), {}, "pictures")
-    assert "so 40.0 us pass from the last add until all 4 GPUs have their operation; a loop in C takes 20.0 us" in " ".join(page.split())
+    assert (
+        "so 40.0 us pass from the last add until all 4 GPUs have their operation; a loop in C takes 20.0 us"
+        in " ".join(page.split())
+    )
     assert "## Where it costs more" not in front.page(made_up([19.0], [20.0]), {}, "pictures")
 
 

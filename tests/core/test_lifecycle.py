@@ -323,7 +323,7 @@ def test_close_that_fails_leaves_a_revoked_communicator_its_children(comms2, unm
     comms2[0].revoke()
     with pytest.raises(ValueError, match="window"):
         comms2[0].close()
-    comms2[0].split(0)  # and not "was finalized; only close() is left"
+    comms2[0].split(0)  # and not "was finalized; only close() and abort() are left"
 
 
 def test_abort_during_a_close_that_fails_counts(comms2, unmade_window):

@@ -338,7 +338,7 @@ cdef class Handle:
         if self.state == CLOSED:
             raise ValueError(f"{self!r} is closed; make a new communicator")
         if self.state == FINALIZED:
-            raise ValueError(f"{self!r} was finalized; only close() is left")
+            raise ValueError(f"{self!r} was finalized; only close() and abort() are left")
         if self.state == SUSPENDED:
             raise ValueError(f"{self!r} is suspended; call resume() first")
         if self.state == FAILED:

@@ -120,6 +120,8 @@ class RandomRank:
             self.failures.append(repr(error))
             return
         try:
+            if self.timeout > DEADLINE:
+                self._await_all()
             for number, (kind, count) in enumerate(self.plan.steps):
                 if self.rank == 1 and number == self.plan.when:
                     if self.plan.victim == "stays":
@@ -149,6 +151,16 @@ class RandomRank:
         except ncclpy.NcclError as error:
             if group.error is None:
                 self.failures.append(f"close() of a group that works raised {error!r}")
+
+    def _await_all(self):
+        """Wait until all ranks have made the group.
+
+        A rank that makes it after the process of another has aborted it and ended takes that process for one of an
+        earlier attempt: it waits for the next process of that rank until the group's deadline.
+        """
+        self.store.add("made")
+        while self.store.add("made", 0) < self.size:
+            time.sleep(0.002)
 
     def be_killed(self):
         raise NotImplementedError("threads cannot be killed")

@@ -9,7 +9,8 @@ namespace ncclpy::host {
 // Runs `work` on a new detached thread; `name` is for debuggers. Throws std::system_error if no thread can be started.
 void run_in_background(const char* name, std::function<void()> work);
 
-// Runs short pieces of work that never wait, one after the other, in the order of the calls.
+// Queues `work`, which must be short and must not wait. One thread of the process runs such work, in the order of the
+// calls. Throws std::system_error if that thread cannot be started.
 void run_soon(std::function<void()> work);
 
 // Runs all `works` concurrently, the last one on the calling thread, and returns when all are done. Throws

@@ -7,11 +7,11 @@
 
 namespace ncclpy::host {
 
-// Keeps the sentence as the calling thread's last error and returns `result`.
+// Keeps the sentence, of at most 1023 bytes, as the calling thread's last error and returns `result`.
 __attribute__((format(printf, 2, 3))) ncclResult_t fail(ncclResult_t result, const char* format, ...);
 
-// The calling thread's last error, "" if there was none. Work that runs on another thread must pass its text on
-// explicitly.
+// The calling thread's last error, "" if there was none. Code that makes another thread work for it must copy that
+// thread's last error itself.
 const std::string& last_error();
 void set_last_error(const std::string& text);
 

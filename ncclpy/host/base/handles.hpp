@@ -1,7 +1,8 @@
 // Checked handles: a table from the opaque values that callers hold to the objects behind them.
 //
-// A handle holds an index and a generation, never an address. A handle that was destroyed, that belongs to another
-// library or that was never made is recognised; following a pointer would crash. A look-up locks only the slot.
+// A handle holds an index and a generation, never an address. So a handle that was destroyed, that belongs to another
+// library or that was never made is recognised, where a pointer would make the program crash. A look-up locks only the
+// slot.
 #pragma once
 
 #include <atomic>
@@ -38,6 +39,7 @@ class HandleTable {
     return slot->generation == generation_of(handle) ? slot->object : nullptr;
   }
 
+  // All objects that have a handle.
   std::vector<std::shared_ptr<Object>> objects() {
     std::uint32_t used;
     {

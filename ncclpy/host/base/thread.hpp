@@ -11,7 +11,8 @@
 
 namespace ncclpy::host {
 
-// The engine's threads take no signals: Python's handlers run on the main thread.
+// While an object exists, the calling thread, and each thread that it starts, receives only the signals of a crash. The
+// engine's threads leave all other signals to the main thread, which runs Python's handlers.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -29,7 +30,7 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-// Starts a thread that gets no signals; `name`, of up to 15 characters, is for debuggers. Throws std::system_error if
+// Starts a thread with SignalsBlocked; `name`, of up to 15 characters, is for debuggers. Throws std::system_error if
 // no thread can be started.
 template <class Work>
 std::thread start_thread(const char* name, Work work) {

@@ -71,7 +71,7 @@ static bool are_crowded(int ranks, const CoresOf& cores_of) {
   CPU_ZERO(&all);
   for (int rank = 0; rank < ranks; rank++) {
     CPU_OR(&all, &all, &cores_of(rank));
-    // the usual case for threads of one process
+    // A set that equals the previous rank's was checked with it. Threads of one process usually have equal sets.
     const bool same = rank > 0 && CPU_EQUAL(&cores_of(rank), &cores_of(rank - 1));
     if (!same && are_too_many(cores_of(rank), ranks, cores_of)) return true;
   }

@@ -35,7 +35,8 @@ struct FutexEvent {
     wake();
   }
   void wake();
-  // Sleeps until the generation is no longer `seen`, or until the thread's own WaitControl is due.
+  // Sleeps while the generation is `seen`, for at most WaitControl::max_sleep(). May return early, for example after a
+  // signal.
   void sleep(uint32_t seen);
 };
 
@@ -90,8 +91,8 @@ class Spin {
   }
 
   std::atomic<int> polls_;
-  std::atomic<int> late_{0};                // late returns of the core since the last successful spin
-  std::atomic<int> late_needed_{few_late};  // late returns before the thread moves
+  std::atomic<int> late_{0};  // yields that returned late, since the last successful spin or the last move
+  std::atomic<int> late_needed_{few_late};  // so many of them make a thread move; doubled each time they do
 };
 
 // Yields before the first sleep. A rank on the same core reaches its barrier within a few microseconds, and a sleep
@@ -139,7 +140,7 @@ void wait_until(FutexEvent& changed, Spin& spin, Done done) {
     if (done()) return;
     spin.yield();
     if (i % 16 != 0) continue;
-    WaitControl::poll();  // other threads may keep the core for long
+    WaitControl::poll();  // also before the sleep: other threads may use the core between two yields for long
     if (i >= yields && std::chrono::steady_clock::now() >= until) break;
   }
   sleep_until(changed, done);

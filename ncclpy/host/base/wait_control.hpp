@@ -9,8 +9,8 @@ namespace ncclpy::host {
 // passed, the thread suspends the task that it runs, if the task is interruptible.
 class WaitControl {
  public:
-  // The callback. It returns the seconds until its next call; negative if the wait should end. The thread holds no
-  // lock of the streams when it calls it.
+  // The callback. It returns the seconds until its next call, or a negative number if the wait should end. The waiting
+  // thread holds no lock of the streams during the callback.
   using Tick = double (*)(void*);
 
   WaitControl(Tick tick, void* argument) : tick_(tick), argument_(argument), outer_(current) { current = this; }
@@ -20,7 +20,7 @@ class WaitControl {
   WaitControl(const WaitControl&) = delete;
   WaitControl& operator=(const WaitControl&) = delete;
 
-  // Seconds that this thread may sleep; negative: no limit.
+  // Seconds, at most 1, that this thread may sleep before it calls poll(); negative: no limit.
   static double max_sleep();
   // Calls the callback if it is due, or notes that the time limit has passed.
   static void poll();

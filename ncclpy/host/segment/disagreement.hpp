@@ -11,7 +11,7 @@ namespace ncclpy::host {
 // ranks.
 class Disagreement {
  public:
-  // Returns false if another mismatch was reported before.
+  // Stores the text, cut at 508 bytes. Returns false, and stores nothing, if another mismatch was reported before.
   bool report(const std::string& text);
   bool is_reported() const { return state_.load(std::memory_order_acquire) == written; }
   std::string text() const;

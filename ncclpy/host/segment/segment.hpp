@@ -1,7 +1,7 @@
 // The shared memory of one communicator: where its ranks meet, agree, describe their operations and pass data.
 //
-// It is a memfd and has no name in a file system: nothing is left behind however the processes end, and /dev/shm may
-// be as small as containers make it. unique_id.hpp says how the ranks find it. All ranks of one process share one
+// The memory is a memfd without a name in a file system: nothing is left behind however the processes end, and the
+// size of /dev/shm, which containers make small, does not matter. unique_id.hpp says how the ranks find it. All ranks of one process share one
 // mapping and one Segment object.
 #pragma once
 
@@ -50,8 +50,8 @@ struct alignas(128) PlacedRecord {
   std::atomic<uint64_t> number{0};  // of the collective, from 1; written last
   alignas(64) char inline_data[record_inline_bytes];
 
-  // Another rank may still be reading the old record, although its collective no longer needs it; that rank notices
-  // that the number has changed.
+  // Stores `from` with `number` 0; Rendezvous::describe() stores the number. Another rank may still be reading the old
+  // record, although no collective needs it any more; that rank notices that the number has changed.
   void write(const Record& from);
   // Returns false if the place holds another collective's record, or gets one during the read.
   bool read(uint64_t which, Record* to) const;
@@ -82,7 +82,7 @@ struct Barrier {
 
 // Bytes that one rank contributes to an exchange among all ranks (split, unique ids).
 constexpr size_t exchange_bytes = 192;
-// The largest contribution that travels inside the segment, beside the description of the operation. With more ranks
+// The largest contribution that a rank stores beside its record (transports/inline_data.cpp). With more than two ranks
 // the limit is lower, since a rank may have to read the contributions of all.
 constexpr size_t inline_bytes = 32 << 10;
 constexpr size_t inline_buffers = 2;
@@ -119,8 +119,8 @@ struct alignas(128) RankSlot {
   // These two also explain to other ranks why they cannot read this rank's memory.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
-  // Collectives after `passed` that this rank has called and will never complete; those of other ranks may complete
-  // with wrong data, see abort_corruption.hpp.
+  // The number of collectives after `passed` that this rank has called and will never complete. On other ranks the same
+  // collectives may complete with wrong data, see abort_corruption.hpp.
   std::atomic<uint64_t> abandoned{0};
   // For straggler_report, which only reads them. The calls are words of call_kind.hpp; `arrived` is how many times the
   // rank has described a collective or arrived at a barrier.
@@ -129,7 +129,7 @@ struct alignas(128) RankSlot {
   std::atomic<uint64_t> current_call[sides];
   std::atomic<uint64_t> arrived[sides];
   PlacedRecord placed[record_places];
-  alignas(64) std::atomic<uint64_t> passed{0};  // the last collective for which this rank needs nothing more
+  alignas(64) std::atomic<uint64_t> passed{0};  // the last collective for which this rank needs no other rank any more
   alignas(64) FutexEvent changed;               // news about this rank's messages and signals
   const Record& record(int place) const { return placed[place].record; }
   char exchange[2][exchange_bytes];
@@ -171,7 +171,7 @@ struct alignas(64) Channel {
   std::atomic<uint32_t> abandoned_sends{0}, abandoned_receives{0};
   // Messages that are not offered pass through a ring of pieces; the numbers count pieces over the channel's life.
   alignas(64) uint64_t written = 0;  // written by the sender alone, in a cache line of its own
-  uint64_t seen_read = 0;            // the value of `read` when the ring was last full, 0 at first
+  uint64_t seen_read = 0;            // the value of `read` when the sender last read it, 0 at first
   PieceSlot pieces[channel_slots];
   alignas(64) std::atomic<uint64_t> read{0};
   std::atomic<uint64_t> signals[signal_counters] = {};  // sent so far
@@ -192,9 +192,11 @@ struct Header {
   Disagreement disagreement;
   alignas(128) Barrier control;
   alignas(128) Barrier data;
-  // news for all ranks: all have arrived, or a rank has passed a collective that others wait for
+  // Notified when a rank has joined, when all ranks have arrived, when a rank has described or passed a collective that
+  // others wait for, when an id is published for a shrink or a grow, and when an operation cannot complete.
   alignas(128) FutexEvent changed;
-  std::atomic<uint32_t> record_waiters{0};  // ranks that must be notified when a rank describes or passes a collective
+  // The number of ranks that must be notified when a rank describes or passes a collective.
+  std::atomic<uint32_t> record_waiters{0};
 };
 
 class Segment {
@@ -232,14 +234,15 @@ class Segment {
   int nranks() const { return nranks_; }
   Spin& spin() { return spin_; }
   bool complete() { return header().attached.load(std::memory_order_acquire) == uint32_t(nranks_); }
-  // Whether all ranks are threads of this process. Known once all are attached.
+  // Whether all ranks are threads of this process. False until all are attached.
   bool one_process();
   bool is_local(int rank);
   bool same_process(int a, int b) { return slot(a).process_token == slot(b).process_token; }
 
   // Reads the cores of each rank, once all ranks are attached.
   void find_cores();
-  // Called when all ranks are attached, or never will be: from now on the unique id is used up.
+  // Called when all ranks are attached, or never will be. From then on a rank that joins with the unique id gets an
+  // error.
   void end_id_rendezvous();
 
   // The first rank found dead, or -1. After a death no collective on this segment completes.
@@ -251,8 +254,8 @@ class Segment {
   // Reports to all ranks that two messages do not match, unless a mismatch was reported before, and wakes all waiting
   // threads.
   void report_disagreement(const std::string& text);
-  // Marks each rank dead if its process has ended, even if no watcher has noticed the end yet. Returns the first dead
-  // rank, or -1.
+  // Marks dead each rank of another process that has joined and has not ended the communicator, if its process has
+  // ended, even if no watcher has noticed the end yet. Returns the first dead rank, or -1.
   int find_dead_ranks();
   // Whether the processes of the ranks are watched (watch.hpp). set_watched returns true to its first caller only;
   // `on_destroyed` is called by the destructor.
@@ -294,7 +297,8 @@ class Segment {
 // The length of the memory for `nranks` ranks.
 size_t segment_bytes(int nranks);
 
-// Opens the segment of `id` and takes the place of `rank` in it. Does not wait for the other ranks.
+// Opens the segment of `id` and takes the place of `rank` in it. Waits for no other rank to join; it only waits, for at
+// most about 2 s, until the first rank has initialised the memory.
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device, std::shared_ptr<Segment>* segment);
 
 }  // namespace ncclpy::host

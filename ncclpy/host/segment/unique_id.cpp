@@ -1,4 +1,4 @@
-// The table of a process's ids, and the error texts for ids that cannot be used.
+// The tables of a process's ids, and the error texts for ids that cannot be used.
 #include "unique_id.hpp"
 
 #include <errno.h>
@@ -29,7 +29,7 @@ constexpr size_t table_bytes = table_entries * sizeof(IdEntry);
 // The size is fixed, so that an access through a mapping cannot raise SIGBUS.
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// The first of the 128 bytes of a unique id; the rest is zero.
+// What a unique id begins with; the rest of its 128 bytes is zero.
 struct Address {
   uint64_t magic;
   int32_t pid;
@@ -48,7 +48,7 @@ Address address_of(const ncclUniqueId& id) {
 Phase phase_of(uint64_t word) { return Phase(word & 0xff); }
 uint64_t with(uint64_t word, Phase phase) { return (word & ~uint64_t(0xff)) | uint64_t(phase); }
 
-// Reports by errno why `what` could not be made.
+// Returns an error that says, by errno, why `what` could not be made.
 ncclResult_t no_memory(const char* what, size_t bytes) {
   const int error = errno;
   if (error == EMFILE || error == ENFILE) {
@@ -69,7 +69,7 @@ ncclResult_t make_memory(const char* name, const char* what, size_t bytes, Descr
   return ncclSuccess;
 }
 
-// Reports why another process's descriptor could not be opened, and what helps. `role` describes that process.
+// Returns an error that says why another process's descriptor could not be opened, and what helps. `role` describes that process.
 ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
   if (error == EMFILE || error == ENFILE) {
     return fail(ncclSystemError,
@@ -129,8 +129,8 @@ ncclResult_t open_memory(int32_t pid, int32_t descriptor, const char* name, size
   return ncclSuccess;
 }
 
-constexpr char made_it[] = "made this unique id";
-constexpr char came_first[] = "was the first to join with this unique id";
+constexpr char role_of_maker[] = "made this unique id";
+constexpr char role_of_first_rank[] = "was the first to join with this unique id";
 
 void* map_table(int descriptor) {
   return mmap(nullptr, table_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -147,7 +147,7 @@ struct Table {
   std::vector<uint32_t> free;  // entries that were used before
   std::vector<bool> taken = std::vector<bool>(table_entries);
 
-  // Returns a free entry, or table_entries.
+  // Returns the index of a free entry, or table_entries if there is none.
   uint32_t take() {
     if (free.empty() && next == table_entries) collect();
     uint32_t index = table_entries;
@@ -165,7 +165,7 @@ struct Table {
     taken[index] = false;
     free.push_back(index);
   }
-  // Frees the entries of ids that other processes have used up.
+  // Frees the entries of ids that are used up; other processes cannot call give_back() themselves.
   void collect() {
     for (uint32_t i = 0; i < next; i++) {
       if (phase_of(entries[i].word.load(std::memory_order_acquire)) >= Phase::served) give_back(i);
@@ -300,7 +300,7 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
     Descriptor table;
     bool found = false;
     NCCLPY_TRY(
-        open_memory(address.pid, address.descriptor, table_name, table_bytes, made_it, &table, &found));
+        open_memory(address.pid, address.descriptor, table_name, table_bytes, role_of_maker, &table, &found));
     if (!found) {
       return fail(ncclInvalidUsage,
                   "this unique id cannot be used: process %d is no longer the one that made it, or runs in another "
@@ -377,7 +377,7 @@ ncclResult_t IdRendezvous::open_shared_memory(uint64_t word, int nranks, size_t 
     result =
         fail(ncclInvalidArgument, "this rank says that there are %d ranks, another one said %u", nranks, said);
   } else {
-    result = open_memory(pid, int32_t(where & 0xffffffff), memory_name, bytes, came_first, &memory_, &found);
+    result = open_memory(pid, int32_t(where & 0xffffffff), memory_name, bytes, role_of_first_rank, &memory_, &found);
   }
   if (entry_->word.load(std::memory_order_acquire) != word) {  // the entry has changed, so the result is void
     memory_.reset();

@@ -6,7 +6,7 @@
 // the table, 64 bytes, and no descriptor; an id may be copied, sent and forgotten like any other value.
 //
 // Other processes of the same user open table and memory through /proc. Neither has a name in a file system. Both are
-// sealed: a process that can open them can write to them, but cannot take pages away from processes that have mapped
+// sealed: a process that can open them can write to them, but cannot truncate them under processes that have mapped
 // them.
 #pragma once
 
@@ -65,10 +65,12 @@ class IdRendezvous {
 
   // Finds the entry of an id.
   ncclResult_t find(const ncclUniqueId& id);
-  // Returns a descriptor of the memory, `bytes` long. The first rank creates the memory, filled with zeros; the others
-  // open it. The IdRendezvous owns the descriptor.
+  // Sets `*memory` to a descriptor of the memory, `bytes` long. The first rank creates the memory, filled with zeros;
+  // the others wait until the first rank has called publish(), for at most about 2 s, and open the memory. The
+  // IdRendezvous owns the descriptor.
   ncclResult_t open(int nranks, size_t bytes, int* memory, bool* first);
-  // Called by the first rank when it has initialised the start of the memory (`ready`), or has failed to.
+  // Called by the first rank when it has initialised the start of the memory (`ready`), or has failed to. After a
+  // failure the next rank that calls open() is the first.
   void publish(bool ready);
   // Called when the memory is mapped. Only the first rank keeps its descriptor, through which the others open the
   // memory.

@@ -1,5 +1,5 @@
-// The thread that watches processes: by pidfd where the kernel has them (Linux 5.3), else by polling ten times a
-// second.
+// The thread that watches processes: by pidfd where the kernel has them (Linux 5.3). It polls ten times a second while
+// a process has no pidfd and while ranks have yet to join.
 #include "watch.hpp"
 
 #include <poll.h>
@@ -17,7 +17,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr int look_every_ms = 100;
+constexpr int poll_interval_ms = 100;
 
 struct Process {
   int32_t pid;
@@ -41,7 +41,7 @@ class Watcher {
     wake();
   }
 
-  // A segment was destroyed.
+  // Makes the thread stop watching the processes of a segment that was destroyed.
   void segment_gone() {
     std::lock_guard lock(mutex_);
     wake();
@@ -77,7 +77,7 @@ class Watcher {
       for (const Process& process : processes_) {
         if (process.descriptor >= 0) polled.push_back({process.descriptor, POLLIN, 0});
       }
-      poll(polled.data(), polled.size(), again ? look_every_ms : -1);
+      poll(polled.data(), polled.size(), again ? poll_interval_ms : -1);
       uint64_t count;
       while (wakeup >= 0 && read(wakeup, &count, sizeof count) > 0) {
       }
@@ -136,7 +136,9 @@ class Watcher {
     return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
   }
 
-  Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards the fields below; processes_ belongs to the thread
+  // Guards the fields below, except on_death_, which is set before the thread starts, and processes_, which only the
+  // thread uses.
+  Mutex<NCCLPY_LOCK_WATCH> mutex_;
   int wakeup_ = -1;
   DeathCallback on_death_ = nullptr;
   bool started_ = false;

@@ -1,7 +1,7 @@
 // Noticing the death of other ranks.
 //
-// If a process ends without destroying its communicators, its ranks will never arrive at a barrier again. Each process
-// watches the processes that it shares a segment with, by one thread that sleeps until one of them ends.
+// If a process ends without destroying its communicators, its ranks will never arrive at a barrier again. In each
+// process one thread watches the processes of all segments of this process (watch.cpp).
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace ncclpy::host {
 
 class Segment;
 
-// The watching thread calls it for the first dead rank of a segment, repeatedly while the segment exists. All segments
+// The watching thread calls this function for the first dead rank of a segment, repeatedly while the segment exists. All segments
 // share one function.
 using DeathCallback = void (*)(Segment& segment, int rank);
 

@@ -11,8 +11,8 @@
 
 namespace ncclpy::host {
 
-// While an object exists, the calling thread, and each thread that it starts, receives only the signals of a crash. The
-// engine's threads leave all other signals to the main thread, which runs Python's handlers.
+// While an object exists, the calling thread blocks all signals but those of a crash, and so does each thread that it
+// starts. The engine's threads leave the other signals to the main thread, which runs Python's handlers.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -42,8 +42,8 @@ std::thread start_thread(const char* name, Work work) {
   } catch (const std::system_error& error) {
     throw std::system_error(error.code(),
                             std::string("no thread can be started (") + name +
-                                "); the limit of threads (ulimit -u, or a container's of pids) or of memory "
-                                "(ulimit -v) is reached");
+                                "); the limit of threads (ulimit -u, or a container's limit of pids) or of "
+                                "memory (ulimit -v) is reached");
   }
 }
 

@@ -91,8 +91,9 @@ class Spin {
   }
 
   std::atomic<int> polls_;
-  std::atomic<int> late_{0};  // yields that returned late, since the last successful spin or the last move
-  std::atomic<int> late_needed_{few_late};  // so many of them make a thread move; doubled each time they do
+  std::atomic<int> late_{0};                // yields that returned late since the last successful spin
+  std::atomic<int> late_needed_{few_late};  // if late_ reaches this number, a thread may move, late_ restarts at 0, and
+                                            // this number doubles
 };
 
 // Yields before the first sleep. A rank on the same core reaches its barrier within a few microseconds, and a sleep

@@ -24,13 +24,14 @@ struct WindowHold {
 
 extern "C" {
 
-// Replaces the plan and forgets past faults; NULL or "" ends all faults. After an error the old plan stays in force.
+// Replaces the plan and forgets past faults; NULL or "" removes the plan. Hangs in progress continue. After an error
+// the old plan stays in force.
 __attribute__((visibility("default"))) ncclResult_t ncclpyHostSetFaults(const char* text) {
   return guarded("ncclpyHostSetFaults", [&] { return set_faults(text); });
 }
 
-// The injected faults, and below the rules that have injected none. A text is valid until the calling thread calls the
-// same function again.
+// The injected faults (ncclpyHostFaultsFired), and the rules that have injected none (ncclpyHostFaultsUnfired), one a
+// line. A text is valid until the calling thread calls the same function again.
 __attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
   thread_local std::string text;
   text = faults_fired();

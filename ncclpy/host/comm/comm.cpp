@@ -1,4 +1,4 @@
-// The end of a communicator, and queries of its state.
+// The handles of communicators, their children, and the end of a communicator.
 #include "comm.hpp"
 
 #include <algorithm>

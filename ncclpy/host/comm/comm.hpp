@@ -60,7 +60,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Names the communicator in error texts: the same text on all ranks.
   std::string title() const;
 
-  // Ends every wait of this rank. Returns when none of its operations touches memory any more.
+  // Ends every wait of this rank. Returns when none of its operations touches memory any more and no background job
+  // works on the communicator.
   void abort();
   // Records a dead rank, which the communicator reports from now on, and ends the waits of its calls.
   void mark_lost(int dead_rank);
@@ -72,6 +73,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Sets the calling thread's error to the reason why a wait has ended early, and returns its result code.
   ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
+  // The segment, nullptr before set_segment(): for threads that may run during the initialisation.
   std::shared_ptr<Segment> shared_segment();
 
   // Records a call and returns its word. All ranks can read the word from now on.
@@ -89,7 +91,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   uint64_t grown = 0;                         // number of grows; guarded by control
   bool finalized = false;
   bool disconnected = false;  // finalised or revoked: NCCL then asks no peer to deregister, see check_deregister()
-  bool in_local_list = false;  // this communicator is in segment->local; guarded by segment->mutex
+  bool in_local_list = false;  // in segment->local, and depart() was not called yet; guarded by segment->mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 
   // State of the stream tasks, handed from one task to the next in the order of issue.
@@ -100,7 +102,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
  private:
   void notify_waiters();
 
-  std::vector<std::weak_ptr<Comm>> children_;  // those being initialised by a split
+  std::vector<std::weak_ptr<Comm>> children_;  // all that a split, shrink or grow has made from this communicator
   std::atomic<uint32_t> calls_[size_t(CallKind::kinds)] = {};
   Mutex<NCCLPY_LOCK_AWAITED_RANKS> awaited_mutex_;
   std::vector<int> awaited_[sides];
@@ -123,7 +125,8 @@ std::vector<std::shared_ptr<Comm>> all_comms();
 
 ncclResult_t check_pointer(const void* pointer, const char* function, const char* name);
 
-// A communicator that is being made from `parent`; an abort of the parent ends its initialisation.
+// Makes a communicator to be initialised from `parent`: the end of the parent (of a shrink's parent: an abort) ends the
+// initialisation.
 std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent);
 
 }  // namespace ncclpy::host

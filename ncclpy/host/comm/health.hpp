@@ -36,6 +36,7 @@ class Health {
   ncclResult_t poll();
   // Injected fault: reports ncclInProgress for `polls` polls or, if that is 0, for `seconds`.
   void pretend_busy(uint64_t polls, double seconds);
+  // Sets the result of async(), by the precedence that health.cpp describes.
   void set_async(ncclResult_t result, const std::string& text = {});
   // Called when a call continues in the background, and when it has ended. Meanwhile the communicator is in progress.
   void begin_progress();
@@ -68,7 +69,8 @@ class Health {
 
   bool aborted() const { return shared_abort_->aborted.load(std::memory_order_acquire); }
   bool revoked() const { return revoked_.load(std::memory_order_acquire); }
-  // Whether no operation of this communicator can complete any more.
+  // Whether this communicator was aborted, has a dead rank or, while it is initialised from a parent, the parent has
+  // ended: all its waits for ranks then end.
   bool ended() const {
     if (aborted() || lost_.load(std::memory_order_acquire)) return true;
     const Health* const parent = parent_.load(std::memory_order_acquire);
@@ -80,7 +82,8 @@ class Health {
   // dead rank, ranks that do not agree) hangs until an abort or a revoke, as a kernel of NCCL does.
   bool is_released() const { return aborted() || revoked(); }
   bool hangs_on_dead_rank() const { return lost_.load(std::memory_order_acquire) && !is_released(); }
-  // Whether this communicator has ended because its parent has ended.
+  // Whether this communicator, which is being initialised, has ended because its parent has ended. Always false for the
+  // child of a shrink.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);
     return parent != nullptr && parent->ended() && !ignores_dead_ranks;
@@ -95,7 +98,8 @@ class Health {
   void adopt_disagreement();
   void set_async_locked(ncclResult_t result, const std::string& text);
 
-  Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards changes of async_, its text, and the fields of progress and pretend_busy
+  // Guards changes of async_, its text, remote_error_cleared_, and the fields of progress and pretend_busy.
+  Mutex<NCCLPY_LOCK_STATE> mutex_;
   std::atomic<ncclResult_t> async_{ncclSuccess};
   std::string async_text_;
   int in_progress_ = 0;  // calls in the background; guarded by mutex_

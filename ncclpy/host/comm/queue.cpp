@@ -19,7 +19,8 @@ void Queue::end_run() {
 }
 
 void Queue::leave(uint64_t ticket) {
-  // After an abort the order does not matter; the count only has to reach issued_.
+  // A launch that leaves before its turn is not counted: the communicator has stopped, and enter() and drain() no
+  // longer wait for the count.
   if (executed_.load(std::memory_order_acquire) == ticket) executed_.store(ticket + 1, std::memory_order_release);
   end_run();
 }

@@ -66,7 +66,7 @@ class Queue {
     });
   }
 
-  FutexEvent changed;  // news within this process: a launch has run, an abort
+  FutexEvent changed;  // notified in this process when a launch or job has ended or hangs, or the communicator stops
 
  private:
   const Health& health_;

@@ -64,7 +64,7 @@ class Rendezvous {
   // Waits until all other ranks have passed what this rank has described. All ranks must call it.
   WaitResult await_all_passed(Comm& comm, Agree agree);
 
-  // The barrier of the data, for all ranks.
+  // Waits at the barrier of the operations on streams, until all ranks have arrived.
   WaitResult data_barrier();
   // Waits for the end of the communicator where this rank cannot do its part of a collective and so must not arrive.
   WaitResult await_end();

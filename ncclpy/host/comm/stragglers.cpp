@@ -107,7 +107,7 @@ std::string described(Segment& segment, int rank, uint64_t awaited) {
          state_of(segment, rank, awaited) + ")";
 }
 
-// Ranks that are described one by one.
+// At most so many absent ranks are described one by one.
 constexpr size_t max_described = 8;
 
 std::string describe_absent(Comm& comm, const std::vector<int>& ranks, uint64_t call) {

@@ -13,7 +13,7 @@ namespace ncclpy::host {
 // communicator, and never waits for them.
 std::string straggler_report(Comm& comm);
 
-// While it exists, the communicator is in a control call, in which all ranks meet.
+// While an object exists, straggler reports of all ranks show that this rank executes the control call `call`.
 class ControlCallScope {
  public:
   ControlCallScope(Comm& comm, uint64_t call);
@@ -25,7 +25,7 @@ class ControlCallScope {
   Comm& comm_;
 };
 
-// From set() until its destruction, the communicator waits for these ranks.
+// From set() until the destruction of the object, this rank's straggler report names these ranks as missing.
 class AwaitedRanks {
  public:
   AwaitedRanks(Comm& comm, Side side) : comm_(comm), side_(side) {}

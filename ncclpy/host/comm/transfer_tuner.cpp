@@ -1,4 +1,4 @@
-// Measures both transports, and remembers.
+// Chooses by the measured costs of both transports, which are tried in turn.
 #include "transfer_tuner.hpp"
 
 #include <algorithm>
@@ -39,6 +39,7 @@ void TransferTuner::Entry::choose_next() {
     remaining = trials_of(size);
   } else if (costs[0] > 0 && costs[1] > 0) {
     uses_cma = costs[1] < costs[0];
+    // After so many collectives a trial of the worse transport costs a fiftieth of the time.
     const double worth = 50 * trials_of(size) * (costs[!uses_cma] / costs[uses_cma] - 1);
     remaining = std::min(int(std::clamp(worth, fewest, most)), at_first(choices++));
   } else {  // at most one was measured

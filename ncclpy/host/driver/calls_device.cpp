@@ -60,7 +60,7 @@ const ErrorText* find_error(CUresult code) {
   return found == std::end(error_names) ? nullptr : found;
 }
 
-// The text of an invalid NCCLPY_HOST_DEVICES; nullptr if the variable is valid.
+// The error text for an invalid NCCLPY_HOST_DEVICES; nullptr if the variable is valid.
 const char* environment_error() {
   static const std::string* const error = []() -> std::string* {
     try {

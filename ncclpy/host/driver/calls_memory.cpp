@@ -1,8 +1,8 @@
 // Driver calls about memory.
 //
 // Copies are queued and follow CUDA's rules for pageable memory, that is, memory that was not allocated here: when the
-// call returns, the caller may free a pageable source, and a pageable destination holds its data. As in CUDA, pageable
-// memory can be copied from and to, but not set.
+// call returns, the caller may free a pageable source, and a pageable destination holds its data. A captured copy uses
+// the memory at each launch of the graph instead. As in CUDA, pageable memory can be copied from and to, but not set.
 #include <cstring>
 #include <memory>
 #include <string>

@@ -30,7 +30,7 @@ struct PciAddress {
 };
 PciAddress device_pci_address(int device);
 
-// Whether this process is a fork of one that used the engine: the threads of its streams do not exist here.
+// Whether this process was forked after the engine was loaded: the threads of its streams do not exist here.
 bool after_fork();
 
 }  // namespace ncclpy::host

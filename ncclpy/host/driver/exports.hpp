@@ -21,7 +21,7 @@ NCCLPY_DRIVER_FUNCTIONS(NCCLPY_DECLARE)
 
 namespace ncclpy::host {
 
-// Whether cuInit was called, and this process is not a fork of the one that called it.
+// Whether cuInit has succeeded. False in a process that was forked after the engine was loaded: see after_fork().
 bool initialised();
 
 // Whether the calling thread runs a function of cuLaunchHostFunc, which must not wait for anything.

@@ -73,7 +73,7 @@ bool Capture::joined(const std::vector<std::size_t>& last) const {
   return std::find(before.begin(), before.end(), false) == before.end();
 }
 
-// Detaches all streams from the capture.
+// Ends the capture: detaches all streams from it and removes it from captures().
 void Capture::leave() {
   for (const auto& member : streams_) {
     const auto alive = member.lock();
@@ -172,7 +172,7 @@ CUresult forbid_capture(Stream& stream) {
 
 namespace {
 
-// Invalidates the captures for which `matters` is true.
+// Invalidates the captures for which `matters` is true. Returns `error` if there is one, else CUDA_SUCCESS.
 template <class Matters>
 CUresult invalidate_matching(CUresult error, Matters matters) {
   std::lock_guard lock(captures_mutex());

@@ -74,13 +74,15 @@ class Capture {
 // Adds a node after the last nodes of these streams, which must be in one capture, and makes it the last node of each
 // stream.
 CUresult capture(const std::vector<std::shared_ptr<Stream>>& streams, int device, Recipe recipe);
-// Makes the stream's next node depend on `nodes`; the stream joins their capture if it is in none.
+// Makes the stream's next node depend on `nodes`; the stream joins their capture if it is in none. `capture` is null
+// for an event that was recorded outside captures: if the stream is in a capture, this invalidates the capture and
+// returns an error.
 CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Capture>& capture,
                       const std::vector<std::size_t>& nodes);
 // Returns what an event that is recorded on a capturing stream refers to: the stream's capture and last nodes.
 CUresult captured_place(Stream& stream, std::shared_ptr<Capture>* capture, std::vector<std::size_t>* nodes);
 
-// Invalidates a capture; it may have ended already.
+// Invalidates a capture, which may have ended already.
 void invalidate_capture(const std::shared_ptr<Capture>& capture);
 // The next four functions check whether a call is permitted now: they return CUDA_SUCCESS or the error for the call.
 //
@@ -104,6 +106,7 @@ class GraphExec {
  public:
   explicit GraphExec(std::shared_ptr<const Graph> graph);
   ~GraphExec();
+  // Puts one run of the graph on the stream.
   void launch(Stream& stream);
 
  private:

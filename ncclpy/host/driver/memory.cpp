@@ -65,7 +65,7 @@ void register_allocation(const Allocation& made) {
   if (address + made.bytes > all.highest.load()) all.highest.store(address + made.bytes);
 }
 
-void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
+void* allocate_aligned(std::size_t bytes, int device, bool pinned) {
   if (too_much(bytes)) return nullptr;
   const std::size_t unit = bytes >= huge_page ? huge_page : alignment;
   const std::size_t rounded = (bytes + unit - 1) / unit * unit;
@@ -78,7 +78,7 @@ void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
 
 }  // namespace
 
-void* allocate(std::size_t bytes, int device) { return allocate_tagged(bytes, device, false); }
+void* allocate(std::size_t bytes, int device) { return allocate_aligned(bytes, device, false); }
 
 void* allocate_shared(std::size_t bytes, int device) {
   if (too_much(bytes)) return nullptr;
@@ -97,7 +97,7 @@ void* allocate_shared(std::size_t bytes, int device) {
   return base;
 }
 
-void* allocate_pinned(std::size_t bytes, int device) { return allocate_tagged(bytes, device, true); }
+void* allocate_pinned(std::size_t bytes, int device) { return allocate_aligned(bytes, device, true); }
 
 bool deallocate(void* base, bool pinned) {
   Allocations& all = allocations();

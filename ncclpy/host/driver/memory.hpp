@@ -14,13 +14,16 @@ struct Allocation {
   int descriptor = -1;  // of memory that other processes of the user can map, else -1
 };
 
-// Device memory, aligned to 512 bytes, with undefined contents; nullptr if the machine does not have that much.
+// Device memory, aligned to at least 512 bytes, with undefined contents; nullptr if the machine does not have that
+// much.
 void* allocate(std::size_t bytes, int device);
-// Like allocate, but other processes of the user can map the memory. If no descriptor is free, the same as allocate.
+// Like allocate, but the memory is zero, and other processes of the user can map it. The same as allocate if no memfd
+// can be made, for example because no descriptor is free.
 void* allocate_shared(std::size_t bytes, int device);
 // Host memory of cuMemHostAlloc.
 void* allocate_pinned(std::size_t bytes, int device);
-// Frees what allocate (or allocate_pinned) returned. Returns false, and does nothing, if `base` is no such pointer.
+// Frees what allocate or allocate_shared or, with `pinned`, allocate_pinned returned; the result of hold_allocation()
+// keeps the memory longer. Returns false, and does nothing, if `base` is no such pointer.
 bool deallocate(void* base, bool pinned = false);
 
 // The allocation that contains an address; `base` is nullptr for memory that was not allocated here.

@@ -12,7 +12,7 @@
 
 namespace ncclpy::host {
 
-// Whether NCCLPY_HOST_CHECKS is set; read once, when the engine is loaded.
+// Whether NCCLPY_HOST_CHECKS is on; read once, when the engine is loaded.
 extern const bool checks;
 
 struct Range {
@@ -32,10 +32,10 @@ class MemoryUse {
   enum Kind {
     copies,      // a copy or a memset of the driver; freeing memory waits for it
     operations,  // of a communicator; they may never complete
-    registered,
+    registered,  // with a communicator, as a buffer or a window
   };
 
-  // `description` names the user and the use: "..., rank 0 of ..., reads". `ended` is called under a lock and must
+  // `description` names the user and ends with a verb that has the range as its object: "cuMemcpyAsync uses". `ended` is called under a lock and must
   // take none; if it returns true, the use no longer counts although the object exists.
   MemoryUse(Kind kind, std::vector<Range> ranges, std::string description, std::function<bool()> ended = {});
   ~MemoryUse();
@@ -53,7 +53,7 @@ class MemoryUse {
   const std::function<bool()> ended_;
 };
 
-// The text of the last refusal to free, for cuGetErrorString; per thread, "" if there was none.
+// Why the calling thread's last cuMemFree or cuMemFreeHost was refused, for cuGetErrorString; "" if it was not.
 extern thread_local std::string last_free_refusal;
 
 }  // namespace ncclpy::host

@@ -26,7 +26,7 @@ struct DeviceStreams {
   std::shared_ptr<Stream> legacy;
   Mutex<NCCLPY_LOCK_DEVICE> mutex;
   std::vector<std::weak_ptr<Stream>> others;  // with destroyed streams that still have work
-  std::atomic<bool> some_block{false};        // a blocking stream was ever made
+  std::atomic<bool> has_blocking{false};      // a blocking stream was ever made
 };
 
 // Never destroyed: threads may run while the process exits.
@@ -57,7 +57,7 @@ std::shared_ptr<Stream> make_stream(int device, Stream::Kind kind) {
     others.pop_back();
   }
   others.push_back(stream);
-  if (kind == Stream::Kind::blocking) streams.some_block.store(true, std::memory_order_release);
+  if (kind == Stream::Kind::blocking) streams.has_blocking.store(true, std::memory_order_release);
   return stream;
 }
 
@@ -78,7 +78,7 @@ class ThreadStreams {
   std::unordered_map<int, std::shared_ptr<Stream>> streams_;
 };
 
-// Spinning saves a sleep of a few microseconds; at most half of the cores may spin at a time.
+// Spinning saves a sleep of a few microseconds; at most half as many threads as the machine has cores spin at a time.
 std::atomic<int> spinning{0};
 const int max_spinning = static_cast<int>(std::thread::hardware_concurrency() / 2);
 constexpr int spin_polls = 400;
@@ -90,7 +90,8 @@ constexpr std::uint64_t prompt_tasks = 4;
 constexpr int max_prompt_waits = 512;
 constexpr std::chrono::microseconds sweep_every{300};
 
-// The sweeper's thread sleeps without a timeout while no stream is lazy.
+// Calls sweep() of each stream on its list, 300 us after the last time, and removes a stream for which sweep() returns
+// false. The thread sleeps without a timeout while the list is empty.
 class Sweeper {
  public:
   void add(std::shared_ptr<Stream> stream) {
@@ -149,7 +150,7 @@ std::vector<Point> Stream::predecessors() const {
     add(*streams.legacy);
     return points;
   }
-  if (!streams.some_block.load(std::memory_order_acquire)) return points;
+  if (!streams.has_blocking.load(std::memory_order_acquire)) return points;
   std::lock_guard lock(streams.mutex);
   for (const auto& other : streams.others) {
     const auto stream = other.lock();
@@ -278,7 +279,6 @@ bool Stream::sleep_until(std::uint64_t number, double seconds) {
   return false;
 }
 
-// The caller holds mutex_.
 void Stream::notify_completed() {
   for (std::size_t i = callbacks_.size(); i-- > 0;) {
     const CompletionCallback one = callbacks_[i];
@@ -304,7 +304,7 @@ void Stream::assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lo
   worker.run(shared_from_this());
 }
 
-// Finds a worker if the stream has tasks and no worker. Releases the lock.
+// Gives the stream a worker if it has tasks and neither a worker nor a caller runs them. Releases the lock.
 void Stream::ensure_worker(std::unique_lock<StreamMutex>& lock) {
   if (has_worker_ || !runnable()) return lock.unlock();
   try {

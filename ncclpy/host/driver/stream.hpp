@@ -10,10 +10,11 @@
 // waited after all. A task that is not waited for promptly makes the stream eager again.
 //
 // A caller with a time limit for its wait helps with interruptible tasks only: those that wait for nothing, or that a
-// thread can suspend in the middle. A worker resumes a suspended task by calling it again.
+// thread can suspend in the middle. A worker or a later caller resumes a suspended task by calling
+// it again.
 //
 // A task may block for any time: it delays only its own stream and what waits for that stream. A task must not throw,
-// and must not rely on the calling thread or on its current device.
+// and must not rely on the thread that runs it or on that thread's current device.
 #pragma once
 
 #include <atomic>
@@ -61,34 +62,38 @@ class Stream : public std::enable_shared_from_this<Stream> {
   int device() const { return device_; }
   Kind kind() const { return kind_; }
 
-  // Appends a task. Throws std::bad_alloc or std::system_error (no thread can be started). The task is then not
-  // queued, except if the stream is lazy and the sweeper's thread cannot be started.
+  // Appends a task and returns its number. Throws std::bad_alloc or std::system_error (no thread can be started). The
+  // task is then not queued, except if the stream is lazy and the sweeper's thread cannot be started.
   std::uint64_t enqueue(Task task);
-  // Runs the task immediately if everything that it would wait for is done, else appends it.
+  // Runs the task immediately and returns 0 if everything that it would wait for is done; else appends the task and
+  // returns its number.
   std::uint64_t enqueue_short(Task task);
   // Whether all tasks queued so far are done; on the legacy stream, also those of the blocking streams. Never blocks.
   bool done() const;
   // Returns when all tasks queued so far are done; on the legacy stream, also those of the blocking streams.
   void synchronize();
-  // For a caller that polls the stream instead of waiting: gives the stream a worker if it has tasks and none. If no
-  // thread can be started, leaves the stream to the sweeper.
+  // For a caller that polls the stream instead of waiting: gives the stream a worker if it has tasks, and neither a
+  // worker nor a caller runs them. If no worker can be started, leaves the stream to the sweeper; throws
+  // std::system_error if the sweeper's thread cannot be started either.
   void nudge();
-  // For the sweeper: gives the stream a worker if it has finished no task since the last sweep, although one was
-  // queued then, and if no task runs now. Returns whether to sweep again.
+  // For the sweeper: makes the stream eager and gives it a worker if no task runs now and none has finished since the
+  // last sweep, although one was queued then. Returns whether to sweep again.
   bool sweep();
   // For a stream that no caller will wait for any more: as nudge().
   void close() { nudge(); }
-  // Called by a worker: runs tasks until the queue is empty.
+  // Called by a worker: runs tasks until the queue is empty, or until a caller runs the first task and still runs it
+  // after a short spin.
   void run_tasks();
 
   Point last() { return {shared_from_this(), queued_.load(std::memory_order_acquire)}; }
   bool reached(std::uint64_t number) const { return finished_.load(std::memory_order_acquire) >= number; }
+  // Returns when the task `number` is done. Meanwhile the calling thread runs tasks that no other thread runs.
   void wait(std::uint64_t number);
-  // Runs the interruptible tasks that this thread's WaitControl allows. Returns whether all tasks up to `number` are
-  // done.
+  // Runs tasks up to `number`, as long as the first one is interruptible and this thread's WaitControl has time left;
+  // the remaining tasks get a worker. Returns whether the task `number` is done.
   bool help(std::uint64_t number);
-  // Returns whether the task `number` is done. If not, the thread that completes it calls `callback` once; `callback`
-  // must not call the engine. Throws std::bad_alloc.
+  // Returns whether the task `number` is done. If not, the thread that completes it calls `callback` once, even if the
+  // same call was made several times. `callback` runs under mutex_ and must not call the engine. Throws std::bad_alloc.
   bool notify_when_done(std::uint64_t number, void (*callback)(void*), void* argument);
   // Sleeps until the task `number` is done, for at most `seconds`. Returns whether it is done. Throws std::bad_alloc.
   bool sleep_until(std::uint64_t number, double seconds);
@@ -99,8 +104,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  // A function with the parameter `lock` is called with mutex_ locked by it. run_first() releases it while the task
-  // runs, spin() while it spins, and both return with it locked; the other functions return with it released.
+  // A function with the parameter `lock` is called with mutex_ locked by `lock`. run_first() releases mutex_ while the
+  // task runs, spin() while it spins, and both return with mutex_ locked; the other functions return with mutex_
+  // released. append(), note_wait(), be_eager() and notify_completed() are called with mutex_ locked, and keep it.
   void ensure_worker(std::unique_lock<StreamMutex>& lock);
   void assign_worker(WorkerLease worker, std::unique_lock<StreamMutex>& lock);
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
@@ -150,7 +156,8 @@ inline bool is_default_stream(CUstream handle) {
 std::shared_ptr<Stream> stream_of(CUstream handle, int device);
 // A stream without a handle that waits for no other stream.
 std::shared_ptr<Stream> make_private_stream(int device);
-// Removes the handle and closes the stream; false if there is none.
+// Removes the handle, ends a capture that began on the stream, and closes the stream. Returns false if there is no such
+// stream.
 bool destroy_stream(CUstream handle);
 // Returns when all tasks queued for a device are done, including those of destroyed streams.
 void synchronize_device(int device);

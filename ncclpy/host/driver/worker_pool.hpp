@@ -1,7 +1,7 @@
 // The worker threads of the streams: as many as streams have work at the same time, not one for each stream.
 //
-// A task may wait for other ranks for any time, so a stream that has work always gets a worker of its own; a new
-// thread is started if no worker is idle. An idle worker ends after a second.
+// A task may wait for other ranks for any time, so no worker serves two streams at a time: a new thread is started if
+// no worker is idle. An idle worker ends after a second.
 #pragma once
 
 #include <memory>
@@ -32,7 +32,7 @@ class WorkerLease {
   Worker* worker_ = nullptr;
 };
 
-// Reserves an idle worker or starts one. Throws std::system_error if no thread can be started.
+// Reserves an idle worker or starts one. Throws std::bad_alloc, or std::system_error if no thread can be started.
 WorkerLease lease_worker();
 
 }  // namespace ncclpy::host

@@ -183,7 +183,8 @@ ncclResult_t fault_in_call(Comm* comm, int rank, const char* function) {
   Fault fault;
   std::string text;
   if (!decide(comm, rank, function, in_call, &fault, &text)) return ncclSuccess;
-  // An abort ends other hangs; a hang of the abort itself ends only by its own duration.
+  // A hang also ends when the communicator ends: by an abort or by the death of a rank. A hang of ncclCommAbort itself
+  // ends only by its own duration.
   const bool ends = std::string(function).find("Abort") == std::string::npos;
   auto over = [&] { return ends && comm != nullptr && comm->health.ended(); };
   switch (fault.action) {

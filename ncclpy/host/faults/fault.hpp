@@ -17,16 +17,18 @@ extern std::atomic<bool> faults_planned;
 // yet. Executes the plan's fault; ncclSuccess means that the call continues.
 ncclResult_t fault_in_call(Comm* comm, int rank, const char* function);
 
+// What callers use: as fault_in_call(), at the cost of one load if there is no plan.
 inline ncclResult_t fault_at_call(Comm* comm, int rank, const char* function) {
   return faults_planned.load(std::memory_order_relaxed) ? fault_in_call(comm, rank, function) : ncclSuccess;
 }
 
 // Called where an operation begins to run. Returns false if it must not run.
 bool fault_in_run(Comm& comm, const char* name);
-// Called after an operation has stored its result.
+// Called after an operation has stored its result, in which the plan may invert a bit.
 void fault_in_result(Comm& comm, const char* name, const Operation& operation);
 
-// Replaces the plan and forgets past faults; NULL or "" ends all faults. After an error the old plan stays in force.
+// Replaces the plan and forgets past faults; NULL or "" removes the plan. Hangs in progress continue. After an error
+// the old plan stays in force.
 ncclResult_t set_faults(const char* text);
 // The faults that the current plan has injected, one a line, in order.
 std::string faults_fired();

@@ -99,7 +99,7 @@ ncclResult_t parse_occurrence(const std::string& word, const std::string& text, 
   return ncclSuccess;
 }
 
-// The name of a function of NCCL, with or without "nccl".
+// Parses the value of call=: the name of a function of NCCL, with or without "nccl", or "*".
 ncclResult_t parse_call(const std::string& word, const std::string& text, Rule* rule) {
   rule->call = text == "*" ? "" : text.rfind("nccl", 0) == 0 ? text.substr(4) : text;
   if (rule->call.empty()) return ncclSuccess;

@@ -25,7 +25,7 @@ struct Rule {
   std::string call;              // as returned by site_of; empty: any
   std::string comm;              // the configuration's commName; empty: any
   bool at_run = false;           // when the operation runs, instead of in the call
-  uint64_t first = 1, last = 1;  // occurrences
+  uint64_t first = 1, last = 1;  // the occurrences of the call on a rank at which the fault is injected
   uint64_t seed = 0;             // of a random rule
   double probability = 0;        // of a random rule
   std::vector<Fault> faults;     // a random rule chooses one; others have exactly one

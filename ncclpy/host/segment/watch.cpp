@@ -1,5 +1,5 @@
 // The thread that watches processes: by pidfd where the kernel has them (Linux 5.3). It polls ten times a second while
-// a process has no pidfd and while ranks have yet to join.
+// a process has no pidfd or a rank has yet to join.
 #include "watch.hpp"
 
 #include <poll.h>

@@ -92,8 +92,9 @@ class Spin {
 
   std::atomic<int> polls_;
   std::atomic<int> late_{0};                // yields that returned late since the last successful spin
-  std::atomic<int> late_needed_{few_late};  // if late_ reaches this number, a thread may move, late_ restarts at 0, and
-                                            // this number doubles
+  // When late_ reaches this number, a thread may move to another core; late_ then restarts at 0, and this number
+  // doubles.
+  std::atomic<int> late_needed_{few_late};
 };
 
 // Yields before the first sleep. A rank on the same core reaches its barrier within a few microseconds, and a sleep
@@ -141,7 +142,7 @@ void wait_until(FutexEvent& changed, Spin& spin, Done done) {
     if (done()) return;
     spin.yield();
     if (i % 16 != 0) continue;
-    WaitControl::poll();  // also before the sleep: other threads may use the core between two yields for long
+    WaitControl::poll();  // not only in the sleep: other threads may use the core for long during these yields
     if (i >= yields && std::chrono::steady_clock::now() >= until) break;
   }
   sleep_until(changed, done);

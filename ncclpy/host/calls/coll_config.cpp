@@ -22,7 +22,7 @@ ncclResult_t parse_coll_config(const ncclCollConfig_t* given, const ncclConfig_t
   size_t size;
   std::memcpy(&size, given, sizeof size);
   std::memcpy(static_cast<void*>(&config), given, size < sizeof config ? size : sizeof config);
-  // The first release with this struct had no event; it is NULL then.
+  // The struct of the first release ends before launchCompletionEvent, which is NULL then.
   if (size < offsetof(ncclCollConfig_t, launchCompletionEvent) || config.magic != NCCL_API_MAGIC)
     return fail(ncclInvalidArgument, "ncclCollConfig_t argument not initialized via NCCL_COLLCONFIG_INITIALIZER");
   NCCLPY_TRY(check_range(kind, "minCTAs", config.minCTAs, 1, INT_MAX));

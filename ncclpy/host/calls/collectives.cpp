@@ -38,7 +38,8 @@ ncclResult_t check_values(const Request& request, Comm& comm) {
   return ncclSuccess;
 }
 
-// Sets the operator. The scalar is read now, since the operator may be destroyed before the group ends.
+// Sets the operator. Its scalar, or the scalar's address, is copied now, since the operator may be destroyed before
+// the group ends.
 ncclResult_t resolve_operator(const Request& request, Comm& comm, Operation* operation) {
   if (request.op < ncclNumOps) {
     operation->op = Operator(request.op);

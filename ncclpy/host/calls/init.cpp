@@ -1,4 +1,5 @@
-// The first communicators: by unique id, and of all devices at once.
+// Communicators from a unique id or of several devices at once; and how any communicator joins its segment and
+// departs.
 #include "init.hpp"
 
 #include <utility>
@@ -84,7 +85,7 @@ ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, in
     return different;
   }
   enter_segment(comm);
-  if (comm->health.aborted()) depart(comm, false);  // an abort before enter_segment has not done it
+  if (comm->health.aborted()) depart(comm, false);  // the depart() of an abort before enter_segment() had no effect
   if (segment->first_dead() >= 0) comm->mark_lost(segment->first_dead());
   comm->health.set_initialised();
   return ncclSuccess;

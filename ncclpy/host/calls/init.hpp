@@ -5,7 +5,8 @@
 
 namespace ncclpy::host {
 
-// Joins the communicator of `id` and fills in `comm`; returns when all ranks have joined.
+// Joins the communicator of `id` and fills in `comm`. Returns when all ranks have joined, or an error if the
+// communicator ends or a rank dies before.
 ncclResult_t join_communicator(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id);
 
 // Called at the end of a communicator. As in NCCL, the communicators of one process end together: the last one that

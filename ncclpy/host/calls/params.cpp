@@ -1,6 +1,6 @@
-// Parameters: settings of the whole process, made by the environment or by a call. NCCL's own variables control
-// transports and algorithms that the host engine does not have, except for two that override configurations
-// (config.cpp). The parameters here are the engine's own.
+// Parameters: settings of the whole process, made by the environment or by a call. The parameters here are the
+// engine's own. Of NCCL's variables the engine reads NCCL_HOSTID (segment.cpp), NCCL_CONF_FILE, and two that override
+// configurations (config.cpp); the others control transports and algorithms that the engine does not have.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -186,8 +186,8 @@ void ncclParamDumpAll(void) {
   });
 }
 
-// There are no sockets to encrypt: the ranks meet in memory of one user. The request is checked and stored, so that
-// programs that make it run here.
+// There are no sockets to encrypt: the ranks meet in memory of one user. The configuration is checked and its mode
+// stored, so that programs with this call run here.
 ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config) {
   NCCLPY_TRY(check_pointer(config, "ncclSetEncryption", "config"));
   if (config->magic != NCCL_API_MAGIC || config->size < sizeof *config) {

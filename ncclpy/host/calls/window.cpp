@@ -59,7 +59,7 @@ Offer offer_of(char* memory, size_t bytes, int flags, uint64_t gate) {
   return offer;
 }
 
-// All windows, by handle.
+// All windows of the process by handle, and their gates by number.
 struct Windows {
   Mutex<NCCLPY_LOCK_HANDLES> mutex;
   std::map<ncclWindow_t, std::weak_ptr<Window>> by_handle;
@@ -72,7 +72,7 @@ Windows& windows() {
   return *all;
 }
 
-// Removes the entries of communicators that are gone.
+// Removes the entries of windows, or of gates, that were destroyed.
 template <class Map>
 void forget_expired(Map& map) {
   for (auto at = map.begin(); at != map.end();) at = at->second.expired() ? map.erase(at) : std::next(at);
@@ -222,7 +222,7 @@ ncclResult_t register_window(ncclComm_t handle, void* memory, size_t bytes, nccl
   return submit(std::move(job));
 }
 
-// Waits for issued operations, which may still write through the window.
+// Removes the window after the operations issued so far have run, since they may still write through the window.
 ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   const char* const function = "ncclCommWindowDeregister";
   std::shared_ptr<Comm> comm;

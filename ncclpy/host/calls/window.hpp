@@ -15,7 +15,7 @@ struct Window {
     char* base = nullptr;
     size_t bytes = 0;
     void* mapping = nullptr;  // of another process's memory; unmapped with the window
-    size_t mapped = 0;
+    size_t mapped = 0;        // bytes of the mapping
     std::shared_ptr<PutGate> gate;
   };
 
@@ -33,8 +33,8 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
 // Finds a window of any communicator, or returns nullptr: the callers are not given a communicator.
 std::shared_ptr<Window> window_behind(ncclWindow_t handle);
 
-// Keeps the other ranks of this process from writing into this rank's parts of windows, and returns when none still
-// does.
+// Keeps the other ranks of this process from writing into this rank's parts of windows. Returns when no rank writes
+// any more.
 void close_parts(Comm& comm);
 
 // Whether the memory lies in a symmetric window of the communicator.

@@ -125,8 +125,8 @@ std::vector<std::shared_ptr<Comm>> all_comms();
 
 ncclResult_t check_pointer(const void* pointer, const char* function, const char* name);
 
-// Makes a communicator to be initialised from `parent`: the end of the parent (of a shrink's parent: an abort) ends the
-// initialisation.
+// Makes a communicator to be initialised from `parent`: the end of the parent (of a shrink's parent: an abort) ends
+// the initialisation.
 std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent);
 
 }  // namespace ncclpy::host

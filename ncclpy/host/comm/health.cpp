@@ -1,5 +1,5 @@
-// A later error replaces an earlier one, but no error replaces that of a dead rank. Only clear_remote_error() clears an
-// error; ncclInProgress is temporary.
+// A later error replaces an earlier one, but no error replaces that of a dead rank. Only clear_remote_error() clears
+// an error; ncclInProgress is temporary.
 #include "health.hpp"
 
 #include <mutex>

@@ -82,8 +82,8 @@ class Health {
   // dead rank, ranks that do not agree) hangs until an abort or a revoke, as a kernel of NCCL does.
   bool is_released() const { return aborted() || revoked(); }
   bool hangs_on_dead_rank() const { return lost_.load(std::memory_order_acquire) && !is_released(); }
-  // Whether this communicator, which is being initialised, has ended because its parent has ended. Always false for the
-  // child of a shrink.
+  // Whether this communicator, which is being initialised, has ended because its parent has ended. Always false for
+  // the child of a shrink.
   bool ends_with_parent() const {
     const Health* const parent = parent_.load(std::memory_order_acquire);
     return parent != nullptr && parent->ended() && !ignores_dead_ranks;

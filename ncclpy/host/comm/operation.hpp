@@ -13,8 +13,8 @@ struct Operation {
   enum Kind : uint32_t { collective, send, recv, put, signal, wait_signal };
   Kind kind;
   bool message() const { return kind == send || kind == recv; }
-  // Whether this rank reads `sendbuff`, and whether it writes `recvbuff`. Not for signal and wait_signal, which have no
-  // buffers. The recvbuff of put is the peer's memory.
+  // Whether this rank reads `sendbuff`, and whether it writes `recvbuff`. Not for signal and wait_signal, which have
+  // no buffers. The recvbuff of put is the peer's memory.
   bool sends(int rank) const {
     if (kind != collective) return kind != recv;
     return (collective_kind != Collective::broadcast && collective_kind != Collective::scatter) || rank == root;

@@ -29,7 +29,8 @@ void Rendezvous::describe() {
   record.passed = slot.passed.load(std::memory_order_relaxed);
   record.number.store(described_, std::memory_order_release);
   // The fence ensures two things. If two ranks describe at the same time, at least one sees the other's record, and so
-  // finds that all are described, and notifies. And a thread that falls asleep is either seen here or sees this record.
+  // finds that all are described, and notifies. And a thread that falls asleep is either seen here or sees this
+  // record.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (header.record_waiters.load(std::memory_order_relaxed) != 0) segment_->notify_all();
   PlacedRecord& next = slot.placed[next_place()];

@@ -35,8 +35,9 @@ class MemoryUse {
     registered,  // with a communicator, as a buffer or a window
   };
 
-  // `description` names the user and ends with a verb that has the range as its object: "cuMemcpyAsync uses". `ended` is called under a lock and must
-  // take none; if it returns true, the use no longer counts although the object exists.
+  // `description` names the user and ends with a verb that has the range as its object: "cuMemcpyAsync uses". `ended`
+  // is called under a lock and must take none; if it returns true, the use no longer counts although the object
+  // exists.
   MemoryUse(Kind kind, std::vector<Range> ranges, std::string description, std::function<bool()> ended = {});
   ~MemoryUse();
   MemoryUse(const MemoryUse&) = delete;

@@ -93,7 +93,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // the remaining tasks get a worker. Returns whether the task `number` is done.
   bool help(std::uint64_t number);
   // Returns whether the task `number` is done. If not, the thread that completes it calls `callback` once, even if the
-  // same call was made several times. `callback` runs under mutex_ and must not call the engine. Throws std::bad_alloc.
+  // same call was made several times. `callback` runs under mutex_ and must not call the engine. Throws
+  // std::bad_alloc.
   bool notify_when_done(std::uint64_t number, void (*callback)(void*), void* argument);
   // Sleeps until the task `number` is done, for at most `seconds`. Returns whether it is done. Throws std::bad_alloc.
   bool sleep_until(std::uint64_t number, double seconds);
@@ -156,8 +157,8 @@ inline bool is_default_stream(CUstream handle) {
 std::shared_ptr<Stream> stream_of(CUstream handle, int device);
 // A stream without a handle that waits for no other stream.
 std::shared_ptr<Stream> make_private_stream(int device);
-// Removes the handle, ends a capture that began on the stream, and closes the stream. Returns false if there is no such
-// stream.
+// Removes the handle, ends a capture that began on the stream, and closes the stream. Returns false if there is no
+// such stream.
 bool destroy_stream(CUstream handle);
 // Returns when all tasks queued for a device are done, including those of destroyed streams.
 void synchronize_device(int device);

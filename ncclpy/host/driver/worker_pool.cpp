@@ -28,7 +28,8 @@ constexpr std::chrono::seconds idle_timeout{1};
 struct WorkerPool {
   Mutex<NCCLPY_LOCK_WORKERS> mutex;  // guards the workers as well
   std::size_t workers = 0;
-  // Has capacity for all workers, so return_worker() does not allocate. The worker that became idle last is leased first: its caches are warm.
+  // Has capacity for all workers, so return_worker() does not allocate. The worker that became idle last is leased
+  // first: its caches are warm.
   std::vector<Worker*> idle;
 };
 

@@ -8,10 +8,10 @@
 
 namespace ncclpy::host {
 
-// Waits for an abort or a revoke. A stream hangs here at an operation that cannot complete, since a rank is dead or
-// the ranks do not agree. Returns false if the thread must leave the wait first.
+// Waits for an abort or a revoke. A stream hangs here at an operation that cannot complete, because a rank is dead,
+// the ranks do not agree or a fault was injected. Returns false if the thread's time limit passes first.
 bool hang_until_released(Comm& comm);
-// Records in the segment that this rank does not execute these operations.
+// Records in the segment that this rank does not execute the collectives and messages among these operations.
 void abandon_operations(Comm& comm, const Operation* operations, size_t count);
 // Records in the segment that this rank does not send (`sends`) or receive `count` messages to or from `peer`.
 void abandon_messages(Comm& comm, int peer, bool sends, size_t count);

@@ -148,7 +148,7 @@ Outcome run_jobs(Contents& contents) {
   return {};
 }
 
-// A message to the own rank without its counterpart in the group could never arrive.
+// Returns an error for a message of a rank to itself whose counterpart is not in the group: it could never arrive.
 ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, int rank) {
   int sends = 0, receives = 0;
   for (const Operation& operation : operations) {
@@ -208,7 +208,8 @@ ncclResult_t end_in_background(Contents contents) {
   return started;
 }
 
-// Blocking and nonblocking communicators cannot share a group: it would be undefined whether its end waits.
+// Notes that a communicator takes part in the group. Blocking and nonblocking communicators cannot share a group: it
+// would be undefined whether the group's end waits. A destroy makes it wait in any case.
 ncclResult_t join(const Comm& comm, bool destroys) {
   if (destroys) {
     group.blocking = 1;

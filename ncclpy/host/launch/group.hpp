@@ -24,7 +24,8 @@ struct Job {
 };
 
 void group_start();
-// With `simulation`, the outermost end launches nothing and writes the estimated duration.
+// With `simulation`, the outermost end runs the jobs, launches no operations, and writes the operations' estimated
+// duration.
 ncclResult_t group_end(ncclSimInfo_t* simulation = nullptr);
 // If a group is open and `result` is an error, the group fails with it. Returns `result`.
 ncclResult_t note_group_error(ncclResult_t result);

@@ -104,7 +104,8 @@ bool execute(Comm& comm, const Operation* operations, size_t count, LaunchMemory
   return done;
 }
 
-// Runs the launch at its turn, unless the communicator has stopped. Returns false if the thread suspended it.
+// Runs the launch at its turn; if the communicator stops before, waits for an abort or a revoke instead. Returns false
+// if the thread suspended the launch.
 bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, LaunchMemoryUse* memory_use,
          LaunchProgress& progress) {
   const Turn turn = comm.queue.enter(ticket);
@@ -177,7 +178,7 @@ ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>
   return fail(ncclUnhandledCudaError, "stream %p is not a stream, or was destroyed", static_cast<void*>(given));
 }
 
-// Operations that run together on the first of several streams: all streams wait for each other before and after them.
+// Operations that run together on the first of their streams: all streams wait for each other before and after them.
 struct Launch {
   explicit Launch(const std::shared_ptr<Comm>& one) : comm(one), progress(*one) {}
 

@@ -9,7 +9,8 @@
 
 namespace ncclpy::host {
 
-// Puts the operations on their streams as one launch. Does not block.
+// Puts the operations on their streams as one launch, or, while a stream is captured, adds them to its graph. Does not
+// block.
 ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations);
 ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation);
 

@@ -26,7 +26,8 @@ inline std::shared_ptr<LaunchMemoryUse> find_memory_use(const std::shared_ptr<Co
   return checks ? memory_use_of(comm, operations, count) : nullptr;
 }
 
-// A registration's use, which ends with the communicator; `what` is the name of the function.
+// The use of registered memory: until the object is destroyed, at the deregistration or the end of the communicator,
+// or the communicator is aborted. `what` is the name of the registering function.
 std::shared_ptr<const MemoryUse> registered_memory_use(const Comm& comm, const void* memory, size_t bytes,
                                                        const char* what);
 

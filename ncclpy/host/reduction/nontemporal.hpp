@@ -1,6 +1,6 @@
-// Non-temporal stores, which bypass the caches. An ordinary store first reads the cache line, and large results evict
-// each other before they are read. Without those reads a result that comes from memory and goes to memory moves a
-// third less data.
+// Non-temporal stores, which bypass the caches. An ordinary store first reads its cache line from memory. For a result
+// that is too large for the caches this read is useless; without it a copy from memory to memory moves a third less
+// data.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ static inline void copy_nontemporal(void* to, const void* from, size_t bytes) {
 #endif
 }
 
-// Copies with non-temporal stores or as memcpy.
+// Copies by copy_nontemporal() if `nontemporal`, else by memcpy.
 [[gnu::noinline]] static inline void copy_out(void* to, const void* from, size_t bytes, bool nontemporal) {
   if (nontemporal) copy_nontemporal(to, from, bytes);
   else std::memcpy(to, from, bytes);

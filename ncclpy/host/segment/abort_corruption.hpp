@@ -16,10 +16,11 @@ extern const bool abort_corrupts;
 
 // Counts collectives that `rank` ends without the other ranks' data. The next rank reads the count.
 void count_abandoned(Segment& segment, int rank, uint64_t collectives);
-// Whether the collective `number` of this rank completes without the previous rank's data. False unless abort_corrupts.
+// Whether the collective `number` of this rank completes without the previous rank's data. False unless
+// abort_corrupts.
 bool is_corrupted(Segment& segment, int rank, uint64_t number);
-// Subtracts one from the peer's count of abandoned messages and returns true: this rank's part of the message then ends
-// as well. Returns false if the count is 0, and unless abort_corrupts.
+// Subtracts one from the peer's count of abandoned messages and returns true: this rank's part of the message then
+// ends as well. Returns false if the count is 0, and unless abort_corrupts.
 bool take_abandoned_message(std::atomic<uint32_t>& abandoned);
 // Fills memory with the bytes that a corrupted operation delivers instead of data.
 void overwrite_with_garbage(void* memory, size_t bytes);

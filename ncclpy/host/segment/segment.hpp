@@ -1,8 +1,8 @@
 // The shared memory of one communicator: where its ranks meet, agree, describe their operations and pass data.
 //
 // The memory is a memfd without a name in a file system: nothing is left behind however the processes end, and the
-// size of /dev/shm, which containers make small, does not matter. unique_id.hpp says how the ranks find it. All ranks of one process share one
-// mapping and one Segment object.
+// size of /dev/shm, which containers make small, does not matter. unique_id.hpp says how the ranks find it. All ranks
+// of one process share one mapping and one Segment object.
 #pragma once
 
 #include <algorithm>
@@ -119,8 +119,8 @@ struct alignas(128) RankSlot {
   // These two also explain to other ranks why they cannot read this rank's memory.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
-  // The number of collectives after `passed` that this rank has called and will never complete. On other ranks the same
-  // collectives may complete with wrong data, see abort_corruption.hpp.
+  // The number of collectives after `passed` that this rank has called and will never complete. On other ranks the
+  // same collectives may complete with wrong data, see abort_corruption.hpp.
   std::atomic<uint64_t> abandoned{0};
   // For straggler_report, which only reads them. The calls are words of call_kind.hpp; `arrived` is how many times the
   // rank has described a collective or arrived at a barrier.
@@ -192,8 +192,8 @@ struct Header {
   Disagreement disagreement;
   alignas(128) Barrier control;
   alignas(128) Barrier data;
-  // Notified when a rank has joined, when all ranks have arrived, when a rank has described or passed a collective that
-  // others wait for, when an id is published for a shrink or a grow, and when an operation cannot complete.
+  // Notified when a rank has joined, when all ranks have arrived, when a rank has described or passed a collective
+  // that others wait for, when an id is published for a shrink or a grow, and when an operation cannot complete.
   alignas(128) FutexEvent changed;
   // The number of ranks that must be notified when a rank describes or passes a collective.
   std::atomic<uint32_t> record_waiters{0};
@@ -297,8 +297,8 @@ class Segment {
 // The length of the memory for `nranks` ranks.
 size_t segment_bytes(int nranks);
 
-// Opens the segment of `id` and takes the place of `rank` in it. Waits for no other rank to join; it only waits, for at
-// most about 2 s, until the first rank has initialised the memory.
+// Opens the segment of `id` and takes the place of `rank` in it. Waits for no other rank to join; it only waits, for
+// at most about 2 s, until the first rank has initialised the memory.
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device, std::shared_ptr<Segment>* segment);
 
 }  // namespace ncclpy::host

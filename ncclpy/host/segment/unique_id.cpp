@@ -69,7 +69,8 @@ ncclResult_t make_memory(const char* name, const char* what, size_t bytes, Descr
   return ncclSuccess;
 }
 
-// Returns an error that says why another process's descriptor could not be opened, and what helps. `role` describes that process.
+// Returns an error that says why another process's descriptor could not be opened, and what helps. `role` describes
+// that process.
 ncclResult_t cannot_open(int error, int32_t pid, const char* role) {
   if (error == EMFILE || error == ENFILE) {
     return fail(ncclSystemError,

@@ -10,8 +10,8 @@ namespace ncclpy::host {
 
 class Segment;
 
-// The watching thread calls this function for the first dead rank of a segment, repeatedly while the segment exists. All segments
-// share one function.
+// The watching thread calls this function for the first dead rank of a segment, repeatedly while the segment exists.
+// All segments share one function.
 using DeathCallback = void (*)(Segment& segment, int rank);
 
 // Starts to watch the segment's processes, including those that join later, until the segment is destroyed. Does

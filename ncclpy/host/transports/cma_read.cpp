@@ -26,8 +26,9 @@ constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
 // two ranks; to a reduce-scatter, in which each rank reads all that it needs at once; and with more ranks than cores,
 // where it matters most that ranks wait for each other less often.
 constexpr size_t likely_reduced = 1 << 20;
-// The piece that a rank reduces at a time, with two ranks that both reduce. If only one of two ranks reduces, its
-// piece has read_bytes.
+// The piece that a rank reduces at a time in the result's memory, with two ranks that both reduce. If only one of two
+// ranks reduces, its piece has read_bytes. In place, and with more ranks, pieces are read into the step buffer
+// instead.
 constexpr size_t piece_of_both = 512 << 10;
 
 // The rank that measures and decides. It must be a receiver: a rank that only sends may finish long before the others.

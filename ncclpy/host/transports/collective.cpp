@@ -1,4 +1,5 @@
-// Runs one collective: each rank writes a record of its call, and when all ranks have arrived the data are moved.
+// Runs one collective: each rank writes a record of its call, and moves its data when the ranks that it needs have
+// arrived.
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -141,8 +142,8 @@ bool only_root_sends(const Operation& operation) {
   return operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
 }
 
-// Whether this rank must wait for others. In an inline collective, a rank that does not wait learns of a mismatch only
-// in a later collective.
+// Whether this rank of an inline collective must wait for others. A rank that does not wait learns of a mismatch only
+// in a later wait for other ranks.
 bool needs_others(const Operation& operation, int rank) {
   return only_root_sends(operation) ? rank != operation.root : operation.receives(rank);
 }

@@ -44,15 +44,15 @@ inline bool uses_nontemporal(const Record& record, int nranks) {
 struct CollectiveProgress {
   bool arrived = false;    // all ranks that this one needs have arrived, and agree
   int place = 0;           // of the records, see below
-  size_t step = 0;         // completed steps, as the transport counts them
+  size_t step = 0;         // where the transport resumes: completed steps (shm_staged.cpp) or the stage (cma_read.cpp)
   bool suspended = false;  // a thread suspended it while its data moved
 };
 
 // Runs a collective. Returns false if the thread suspended it: it must be called again, with the same `progress`.
 bool run_collective(Comm& comm, const Operation& operation, CollectiveProgress& progress);
-// Whether a thread with a time limit may run the operation: only if the operation has at most `*bytes` bytes, which
-// are then subtracted from `*bytes`. The limit exists because the work between two barriers and the copy of a message
-// cannot be suspended.
+// Whether a thread with a time limit may run the operation: only a collective or a message of at most `*bytes` bytes,
+// which are then subtracted from `*bytes`. The limit exists because the work between two barriers and the copy of a
+// message cannot be suspended.
 bool fits_interruptible(const Comm& comm, const Operation& operation, size_t* bytes);
 
 // An all-gather of `bytes` of every rank, in rank order; at most exchange_bytes. Blocks.
@@ -60,8 +60,8 @@ ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all);
 // Whether a mismatch is known, or is found now, on a collective from which this rank continued without waiting: other
 // ranks then do not reach later operations. For stream tasks only.
 bool finds_disagreement(Comm& comm);
-// Waits until the other ranks have read what this rank has left for them in the segment. The result is
-// `ended` if the ranks do not agree.
+// Waits until the other ranks have read what this rank has left for them in the segment. The result is `ended` if the
+// ranks do not agree or the communicator has stopped.
 WaitResult await_all_passed(Comm& comm);
 
 // In the functions below, `place` is the index of the collective's records: each rank's record is record(place) of its

@@ -34,7 +34,7 @@ class InProcess {
       case Collective::scatter: return copy(mine_.recv, block(record(mine_.root).send, rank_));
     }
   }
-  // Must be called before the barrier.
+  // Orders the non-temporal stores before the barrier, at which other ranks learn of the data.
   void finish() const {
     if (nontemporal_) nontemporal_fence();
   }

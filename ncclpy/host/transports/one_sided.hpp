@@ -6,17 +6,19 @@
 
 namespace ncclpy::host {
 
-// Waits for the signals of operations[0], a wait_signal. Meanwhile the report of stragglers also names the ranks that
-// owe signals to the later operations.
+// Waits for the signals of operations[0], a wait_signal, or for an abort or a revoke. Meanwhile the report of
+// stragglers also names the ranks that owe signals to the later operations.
 void wait_for_signal(Comm& comm, const Operation* operations, size_t count);
 
-// Copies the data, if any. Returns false if the peer has deregistered its part: then no signal may be given.
+// Copies the data, if any. Returns false if the peer has deregistered its part or was aborted: then no signal may be
+// given.
 bool run_put(Comm& comm, const Operation& operation);
 // Signals the peer. After run_put() the signal means that the data have arrived.
 void give_signal(Comm& comm, const Operation& operation);
 
-// Runs the waits among the operations: returns when each peer has given as many signals as were waited for in total,
-// or when the communicator stops. Before each wait `publish_call` is called with the wait's call word (call_kind.hpp).
+// Runs the waits among the operations: returns when each peer has given as many signals as were waited for in total.
+// If the communicator stops before, returns after an abort or a revoke. Before each wait `publish_call` is called with
+// the wait's call word (call_kind.hpp).
 template <class PublishCall>
 void wait_for_signals(Comm& comm, const Operation* operations, size_t count, PublishCall publish_call) {
   for (size_t i = 0; i < count; i++) {

@@ -18,9 +18,9 @@ class Messages {
   // Does what is possible without waiting, so that peers need not wait for what this rank does next. Returns whether
   // anything was done.
   bool advance();
-  // Returns true when all messages are complete and match, or after an abort; returns false if the thread suspended
-  // the messages. After either return no peer in this process accesses the messages' memory any more; a peer in
-  // another process may still read withdrawn messages, which does no harm.
+  // Returns true when all messages are complete and match, or after an abort or a revoke; false if the thread
+  // suspended the messages. After either return no peer in this process accesses the messages' memory any more; a peer
+  // in another process may still read withdrawn messages, which does no harm.
   bool finish();
   // Withdraws offers until advance() offers the messages again.
   void retract();

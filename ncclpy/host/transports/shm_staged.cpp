@@ -101,8 +101,8 @@ class ShmStaged {
     }
   }
 
-  // Step buffers hold a part of `part_bytes` for each other rank; after the barrier `finish(at, n, step, part_bytes)`
-  // makes this rank's result from the parts.
+  // In each step a rank's step buffer holds a part of `part_bytes` for each other rank. After the barrier
+  // `finish(at, n, step, part_bytes)` makes this rank's result from the parts that the other ranks hold for it.
   template <class Finish>
   void send_parts(Finish finish) {
     const size_t part_bytes = part_of_step(nranks_);

@@ -104,8 +104,8 @@ constexpr int yields = 100;
 // virtual machine waking a core takes half of that time.
 constexpr std::chrono::microseconds yield_for{300};
 
-// Returns when `done()` is true. `done` is called again after every notification of `changed`; it must also return
-// true after an abort.
+// Returns when `done()` is true. `done` is called again after every notification of `changed`. It must also return
+// true after an abort, except where the wait is known to end by itself.
 template <class Done>
 void sleep_until(FutexEvent& changed, Done done) {
   // `done` may do work and return true because of that work, so it is not called again once it has returned true.

@@ -295,9 +295,9 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
   Job job;
   job.comm = grown;
   job.run = [=, given = id == nullptr ? ncclUniqueId() : *id] {
-    ncclUniqueId meeting = given;
-    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, call, &meeting);
-    if (result == ncclSuccess) result = join_communicator(grown, nranks, grown->rank, meeting);
+    ncclUniqueId shared_id = given;
+    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, call, &shared_id);
+    if (result == ncclSuccess) result = join_communicator(grown, nranks, grown->rank, shared_id);
     if (result == ncclSuccess) {
       grown->health.follow(nullptr);
       grown->parent.reset();

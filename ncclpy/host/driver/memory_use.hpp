@@ -54,7 +54,8 @@ class MemoryUse {
   const std::function<bool()> ended_;
 };
 
-// Why the calling thread's last cuMemFree or cuMemFreeHost was refused, for cuGetErrorString; "" if it was not.
+// Why NCCLPY_HOST_CHECKS=1 refused the calling thread's last cuMemFree or cuMemFreeHost, for cuGetErrorString; "" if
+// it did not.
 extern thread_local std::string last_free_refusal;
 
 }  // namespace ncclpy::host

@@ -263,17 +263,17 @@ bool Stream::sleep_until(std::uint64_t number, double seconds) {
   // The sleeper has a condition of its own, since every task that ends notifies progress_: a thread that waits for the
   // last of many tasks would be woken by each of them.
   struct {
-    Condition told;
+    Condition wake;
     bool done = false;
   } sleeper;
   const auto callback = [](void* argument) {
     auto& one = *static_cast<decltype(sleeper)*>(argument);
     one.done = true;
-    one.told.notify_one();
+    one.wake.notify_one();
   };
   if (notify_when_done(number, callback, &sleeper)) return true;
   std::unique_lock lock(mutex_);
-  if (sleeper.told.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return sleeper.done; })) return true;
+  if (sleeper.wake.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return sleeper.done; })) return true;
   const auto mine = [&](const CompletionCallback& one) { return one.argument == &sleeper; };
   callbacks_.erase(std::remove_if(callbacks_.begin(), callbacks_.end(), mine), callbacks_.end());
   return false;

@@ -10,8 +10,7 @@
 // waited after all. A task that is not waited for promptly makes the stream eager again.
 //
 // A caller with a time limit for its wait helps with interruptible tasks only: those that wait for nothing, or that a
-// thread can suspend in the middle. A worker or a later caller resumes a suspended task by calling
-// it again.
+// thread can suspend in the middle. A worker or another caller resumes a suspended task by calling the task again.
 //
 // A task may block for any time: it delays only its own stream and what waits for that stream. A task must not throw,
 // and must not rely on the thread that runs it or on that thread's current device.

@@ -185,8 +185,8 @@ ncclResult_t fault_in_call(Comm* comm, int rank, const char* function) {
   if (!decide(comm, rank, function, in_call, &fault, &text)) return ncclSuccess;
   // A hang also ends when the communicator ends: by an abort or by the death of a rank. A hang of ncclCommAbort itself
   // ends only by its own duration.
-  const bool ends = std::string(function).find("Abort") == std::string::npos;
-  auto over = [&] { return ends && comm != nullptr && comm->health.ended(); };
+  const bool ends_with_comm = std::string(function).find("Abort") == std::string::npos;
+  auto over = [&] { return ends_with_comm && comm != nullptr && comm->health.ended(); };
   switch (fault.action) {
     case Fault::error: return as_error(fault, text);
     case Fault::busy:

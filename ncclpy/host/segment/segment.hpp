@@ -245,7 +245,7 @@ class Segment {
   // error.
   void end_id_rendezvous();
 
-  // The first rank found dead, or -1. After a death no collective on this segment completes.
+  // The first rank found dead, or -1. A collective at which the dead rank has not arrived never completes.
   int first_dead() { return std::clamp(header().first_dead.load(std::memory_order_acquire), 0, nranks_) - 1; }
   // Marks a rank dead for every process, and wakes all waiting threads.
   void mark_dead(int rank);

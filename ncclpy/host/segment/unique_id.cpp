@@ -315,11 +315,11 @@ ncclResult_t IdRendezvous::find(const ncclUniqueId& id) {
   }
   word_ = entry_->word.load(std::memory_order_acquire);
   const Phase phase = phase_of(word_);
-  const bool ours = has_nonce(*entry_, nonce_);
+  const bool nonce_matches = has_nonce(*entry_, nonce_);
   std::atomic_thread_fence(std::memory_order_acquire);
   // Entries are reused: the id is used up if the entry has another id's nonce, or has got another id during the read.
   const bool same = (entry_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
-  if (!ours || !same || phase == Phase::unused) return used_up();
+  if (!nonce_matches || !same || phase == Phase::unused) return used_up();
   word_ = with(word_, Phase::offered);
   if (phase >= Phase::served) return error_of_ended_id(phase);
   return ncclSuccess;
@@ -409,9 +409,9 @@ void IdRendezvous::end(Phase how) {
     Tables& the = tables();
     std::lock_guard lock(the.mutex);
     // Checked under the lock: collect() may already have freed the entry, which then may belong to another id.
-    const bool still_ours = with(entry_->word.load(std::memory_order_acquire), Phase::offered) == word_;
+    const bool has_this_id = with(entry_->word.load(std::memory_order_acquire), Phase::offered) == word_;
     for (Table& table : the.all) {
-      if (still_ours && entry_ >= table.entries && entry_ < table.entries + table_entries && table.pid == getpid())
+      if (has_this_id && entry_ >= table.entries && entry_ < table.entries + table_entries && table.pid == getpid())
         table.give_back(uint32_t(entry_ - table.entries));
     }
   }

@@ -343,6 +343,13 @@ void Stream::nudge() {
   ensure_worker(lock);
 }
 
+void Stream::close() noexcept {
+  try {
+    nudge();
+  } catch (const std::exception&) {
+  }
+}
+
 bool Stream::sweep() {
   std::unique_lock lock(mutex_);
   const std::uint64_t queued = queued_.load(), finished = finished_.load();

@@ -78,8 +78,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // For the sweeper: makes the stream eager and gives it a worker if no task runs now and none has finished since the
   // last sweep, although one was queued then. Returns whether to sweep again.
   bool sweep();
-  // For a stream that no caller will wait for any more: as nudge().
-  void close() { nudge(); }
+  // For a stream that no caller will wait for any more: as nudge(). Destructors call it, so it does not throw: if no
+  // thread can be started, the stream's tasks run when a caller waits for one of them.
+  void close() noexcept;
   // Called by a worker: runs tasks until the queue is empty, or until a caller runs the first task and still runs it
   // after a short spin.
   void run_tasks();

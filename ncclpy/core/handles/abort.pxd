@@ -6,7 +6,8 @@ from ncclpy.core.runtime.wait cimport Call
 # Register a communicator that is made in this process.
 cdef int note_local_peer(Handle handle) except -1
 
-# The communicator's local peers: its other ranks in this process that still have a handle.
+# The communicator's local peers: its other ranks in this process, as long as their `Handle` objects exist, also closed
+# and aborted ones. Empty if the communicator has no name (`group_name`).
 cdef list local_peers_of(Handle handle)
 
 # Note in the local peers of a communicator that it was aborted.
@@ -15,8 +16,8 @@ cdef int mark_local_peer_aborted(Handle handle) except -1
 # The error for operations of local peers when this communicator is aborted.
 cdef object error_of_local_peer(Handle handle)
 
-# Fence the local peers: from now on they count no operation that ends as successful. The aborting thread calls this
-# before it aborts the communicator.
+# Fence the local peers: an operation of theirs that ends from now on does not count as successful. The aborting thread
+# calls this before it aborts the communicator.
 cdef int fence_local_peers(Handle handle) except -1
 
 # Whether NCCL frees `handle` when all of `aborted` are aborted, and can close the connections of `handle` before that.
@@ -30,13 +31,14 @@ cdef int forget_left_close(Call call) except -1
 # The closes from `note_left_close` of this communicator and its local peers, as (handle, call).
 cdef list left_closes_of(Handle handle)
 
-# Seconds that an abort may take before it is left behind.
+# Seconds that an abort may take by default before it is left behind.
 cdef double ABORT_DEADLINE
 
 # Run Python's signal handlers, which may abort the communicator for which this very thread waits.
 cdef int run_handlers() except -1
 
-# Abort communicators together, in a thread that is left behind if it does not return within `timeout` seconds.
+# Abort communicators together, in a thread (before NCCL 2.22: a thread for each) that is left behind if it does not
+# return within `timeout` seconds.
 cdef int abort_handles(list handles, double timeout, object reason) except -1
 
 # The two halves of `abort_handles`: `begin_abort` returns the threads that abort.
@@ -49,7 +51,8 @@ cdef int abort_and_report(list handles, object reason, object error) except -1
 # Do `end_abort` with the default timeout, and attach its failure to `error` instead of raising it.
 cdef int end_quietly(list threads, object reason, object error) except -1
 
-# Begin an abort where another exception is raised to the caller; failures to begin are dropped.
+# Do `begin_abort` for a caller that is about to raise another exception: if the abort cannot begin, drop the exception
+# of `begin_abort` and return no threads.
 cdef list begin_quietly(list handles, object reason)
 
 # End the work of a call for which no thread waits any longer; `children` are the communicators that the call makes.
@@ -66,7 +69,8 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil
 # Destroy a communicator's graphs, which NCCL's abort waits for.
 cdef int destroy_graphs(Handle handle) except -1
 
-# All communicators that must be aborted to end this one, itself included.
+# All communicators that must be aborted to end this one, itself included. On the host engine this also takes over what
+# the engine has written to `new_comm` during an init call in another thread.
 cdef list aborted_together(Handle handle)
 
 # Whether NCCL has made a communicator although its group failed. If so, store NCCL's pointer in the handle, so that

@@ -1,15 +1,16 @@
 """Aborts of communicators, what they mean for local peers, and the status of a rank.
 
 NCCL requires that no thread is in a call on a communicator when it is aborted; for a blocking communicator
-ncclCommAbort does not wait for such a thread. So an abort first makes the call return: a communicator with a deadline
-has a *guard*, a nonblocking communicator from which it was split and with which it shares the abort flag. Aborting the
-guard ends what is stuck on the device and makes a stuck call return; then the lock is free, and the communicator
-itself can be aborted. Without a guard NCCL cannot make the call return: the stuck thread is left behind with its
-communicator. The host engine's abort needs no guard to make the call return.
+ncclCommAbort does not wait for such a thread. So an abort first makes the call return: a communicator that was made
+with timeout= or abortable=True has a *guard*, a nonblocking communicator from which it was split and with which it
+shares the abort flag. Aborting the guard ends what is stuck on the device and makes a stuck call return; then the lock
+is free, and the communicator itself can be aborted. For a blocking communicator without a guard NCCL cannot make the
+call return: the stuck thread is left behind with its communicator. The host engine's abort needs no guard to make the
+call return.
 
 A call returns when NCCL has accepted the operation, before the operation ends. ncclpy learns of the end in two cases:
-a thread waits for the data, as for all arrays in CPU memory; or the communicator has a deadline, and each of its
-operations a mark, two events around the operation.
+a thread waits for the data, as by default for arrays in CPU memory; or the communicator has had a deadline, since when
+each of its operations has a mark, two events around the operation.
 """
 
 import logging
@@ -115,7 +116,7 @@ cdef int _let_waits_end(list handles) except -1:
 
 
 cdef bint is_freed(Handle handle, list aborted) except -1:
-    """Return whether NCCL frees `handle` when all of `aborted` are aborted, and can close its connections before.
+    """Return whether NCCL frees `handle` when all of `aborted` are aborted, and can close its connections before that.
 
     NCCL frees the ranks of one process together, when the last of them ends; the same holds for communicators that
     share proxies. Unless a guard is aborted, closing connections waits for the proxy's thread, and so for local peers.
@@ -246,7 +247,10 @@ cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
 
 
 cdef void _drop_ranges(_Target* target, double until) noexcept nogil:
-    """Call `drop_ranges` for an abort, before its NCCL group begins: in a group NCCL defers some of the work."""
+    """Call `drop_ranges` for an abort, before its NCCL group begins: in a group NCCL defers some of the work.
+
+    If the communicator's lock cannot be taken, or if NCCL does not free the communicator (`is_freed`), do nothing.
+    """
     cdef void* handle = target.handle
     cdef bint needs_no_lock = (<Handle>handle).nonblocking
     if not target.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if needs_no_lock else CALL_PATIENCE)):
@@ -256,7 +260,7 @@ cdef void _drop_ranges(_Target* target, double until) noexcept nogil:
 
 
 cdef void _abort_one(_Target* target, double until) noexcept nogil:
-    """Take the communicator out of its handle and abort it; leave it if a thread is in a call that cannot be ended."""
+    """Remove the communicator from its handle and abort it; do neither if a thread is in a call that cannot be ended."""
     cdef void* handle = target.handle
     cdef ncclComm_t raw
     # NCCL itself waits for the background job of a nonblocking communicator.
@@ -340,7 +344,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
 cdef int destroy_graphs(Handle handle) except -1:
     """Destroy a communicator's graphs: NCCL's abort waits until they are destroyed.
 
-    It is called with the GIL, and does not wait for a stuck thread.
+    This is called with the GIL, and does not wait for a stuck thread.
     """
     for each in list(handle.resources):
         if hasattr(each, "_let_go"):
@@ -394,7 +398,10 @@ cdef class _Abort(Call):
         self.caller = this_thread()
 
     cdef int make(self) except -1:
-        """Abort the communicators, and handles that NCCL has made for them meanwhile."""
+        """Tell the other ranks; then abort the communicators, and what NCCL has made for them meanwhile.
+
+        If `_tell` returns False, nothing is aborted.
+        """
         cdef Handle handle = self.handles[0]
         cdef bint lent = lend_device(handle.device)
         try:
@@ -449,7 +456,7 @@ cdef class _Abort(Call):
     cdef int _tell_readers(self) except -1:
         """Raise the error in threads that wait for an operation only by a stream: the abort lets the stream run on.
 
-        The thread that has begun the abort is left out: it knows of the abort.
+        The thread that has begun the abort gets no error: it knows of the abort.
         """
         cdef Handle handle, other
         informed = {self.caller}
@@ -488,8 +495,9 @@ cdef class _Abort(Call):
 cdef list begin_abort(list handles, object reason):
     """Mark communicators as aborted, so that no operation of them starts, and start the threads that abort them.
 
-    Communicators that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one
-    group and needs a thread for each.
+    Communicators that are aborted or closed already are passed over. Those that ncclpy does not own, or for which there
+    is nothing to abort yet, are only marked. NCCL before 2.22 cannot abort several in one group and needs a thread for
+    each.
     """
     cdef Handle handle
     alive = []
@@ -529,9 +537,9 @@ cdef int _raise_in_readers(Handle handle, object error, set informed) except -1:
 def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
     """Wait, for `seconds` at most, until NCCL has provided the `ncclComm_t` of a communicator that is being made.
 
-    Before that there is nothing to abort. NCCL provides it when the init call has returned: for a communicator without
-    a deadline, when all ranks have joined. The host engine provides it as soon as the call has begun. If it arrives
-    later, the thread that has made the call aborts the communicator.
+    Before that there is nothing to abort. NCCL provides the `ncclComm_t` when the init call returns: without a guard,
+    when all ranks have joined. The host engine provides it as soon as the call has begun. If it arrives later, the
+    thread that has made the call aborts the communicator.
     """
     cdef double deadline = deadline_after(seconds)
     while handle.state == DEFERRED and now() < deadline:
@@ -542,9 +550,10 @@ def await_init(Handle handle not None, double seconds=ABORT_DEADLINE):
 
 
 def abort_for(Handle handle not None, object error, double seconds=ABORT_DEADLINE):
-    """Abort a communicator for an error that another rank has reported; its calls raise that class from now on.
+    """Abort a communicator for an error that another rank has reported; its calls raise the error's class from now on.
 
-    If the communicator is being made, first wait for its `ncclComm_t`, see `await_init`.
+    If the communicator is being made, first wait for its `ncclComm_t`, see `await_init`. If it is aborted or closed
+    already, do nothing.
     """
     cdef bint made = handle.state != DEFERRED
     await_init(handle, seconds)
@@ -574,13 +583,13 @@ cdef int _add_call_site(Handle handle, object error) except -1:
 cdef int start_or_run(Call call) except -1:
     try:
         call.start("ncclpy-abort")
-    except RuntimeError:  # no more threads: run it here, where it may block; otherwise nothing would be ended
+    except RuntimeError:  # no more threads: make the call here, where it may block; otherwise nothing would be ended
         call.run_here()
     return 0
 
 
 cdef list begin_quietly(list handles, object reason):
-    """Begin an abort where another exception is raised to the caller; failures to begin are dropped."""
+    """Begin an abort for a caller that is about to raise another exception; if it cannot begin, return no threads."""
     try:
         return begin_abort(handles, reason)
     except Exception:
@@ -588,7 +597,10 @@ cdef list begin_quietly(list handles, object reason):
 
 
 cdef int end_abort(list threads, double timeout, object reason) except -1:
-    """Wait for aborts, warn of those that did not return in time or were not possible, and raise the first failure."""
+    """Wait for aborts, warn of those that did not return in time or were not possible, and raise the first failure.
+
+    In a signal handler on the host engine the wait is shorter, and there is no warning of a slow abort.
+    """
     cdef double deadline = deadline_after(timeout)
     cdef _Abort thread
     # A signal handler may have interrupted this thread while it ran the operation to be ended, which can end only when
@@ -739,9 +751,10 @@ def rank_status_of(Handle handle not None):
     Returns
     -------
     tuple of (str or None, tuple or None, float)
-        ``"within"`` an operation; ``"launched"`` one that is not known to have ended; ``"done"`` with all; None before
-        the first; or `ABANDONED`. The operation: kind, sequence, data type, count, operator and root (-1 for none).
-        Seconds since the operation was called or, if a thread has waited for its data, since they were there.
+        The state: ``"within"`` an operation; ``"launched"`` one that is not known to have ended; ``"done"`` with all
+        operations; None before the first; the state of `ABANDONED` after an abort without an NCCL error. Then the
+        operation, or None: kind, sequence, data type, count, operator and root (-1 for none). Then the seconds since
+        the operation was called or, if a thread has waited for its data, since the data were there.
     """
     cdef Operation what
     cdef double since = 0, moment, ended = handle.status.ended
@@ -815,7 +828,10 @@ cdef double LATE_PATIENCE = 1.0
 
 
 cdef list aborted_together(Handle handle):
-    """Return what must be aborted together to end a communicator: a child that NCCL still makes needs its parent."""
+    """Return what must be aborted together to end a communicator.
+
+    A child that NCCL still makes can be ended only with its parent, and a parent only with such children.
+    """
     may_have_new_comm = handle.state == DEFERRED and handle.init_state is not None and handle.parent is None
     if may_have_new_comm and handle.raw == NULL and abort_preempts:
         handle.take_new_comm()  # the host engine may have written the communicator, in a call of another thread

@@ -5,12 +5,14 @@ communicator, if there is one. Initialisation, waits, aborts and the end of a co
 built on this one; this module waits for no other rank and ends nothing.
 
 NCCL requires that calls on one communicator are serialised, including `ncclCommGetAsyncError`, which may complete a
-group job. So callers and pollers take the communicator's lock, always without the GIL.
+group job. So callers and pollers take the communicator's lock, and release the GIL before they wait for it. Only
+`peek` asks about a blocking communicator without this lock, under the gate: for such a communicator NCCL only reads a
+word.
 
 The memory registry works on communicators but must not wait for their locks. It sets a flag (`wanted`) that each call
 checks; the call then runs the registry's hook under the lock, before NCCL is called. The hook learns when issued
-operations are over from an event that is recorded behind each call. One event is enough: NCCL runs the operations of
-one communicator in order, whichever streams they are on.
+operations are over from an event that is recorded behind each call. The event behind the last call is enough: NCCL
+runs the operations of one communicator in order, whichever streams they are on.
 """
 
 import os
@@ -139,17 +141,20 @@ cdef bint make_events(PreCallHook* precall_hook, CUcontext context) noexcept nog
 
 cdef void destroy_events(PreCallHook* precall_hook) noexcept nogil:
     cdef int i
-    for i in range(2 if driver.cuEventDestroy_v2 != NULL else 0):  # not in a forked child
+    for i in range(2 if driver.cuEventDestroy_v2 != NULL else 0):  # NULL in a forked child
         if precall_hook.events[i] != NULL:
             driver.cuEventDestroy_v2(<CUevent>precall_hook.events[i])
             precall_hook.events[i] = NULL
 
 
 cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
-    """Run the hook in the context of the communicator's device, in a mode that disturbs no capture."""
+    """Run the hook in the context of the communicator's device, in a mode that disturbs no capture.
+
+    If an operation was issued that has no event behind it, do not run the hook.
+    """
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
-    if precall_hook.lacks_event:  # NCCL may still work in the background: the hook runs before a later call
+    if precall_hook.lacks_event:  # NCCL may still issue it in the background: the hook runs before a later call
         return
     driver.cuCtxGetCurrent(&saved)
     driver.cuCtxSetCurrent(<CUcontext>precall_hook.context)
@@ -160,11 +165,15 @@ cdef void run_hook(PreCallHook* precall_hook, ncclComm_t comm) noexcept nogil:
 
 
 cdef void record_behind_call(PreCallHook* precall_hook, CUstream stream, bint issued) noexcept nogil:
-    """Record an event behind what the call has issued, even if it failed; if it was captured, only tell the hook."""
+    """Record an event behind what a call has issued, also if the call has failed.
+
+    If the call was captured, only tell the hook. If NCCL issues in the background (`issued` is False), or if the event
+    cannot be recorded, note that an event is lacking.
+    """
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef bint entered = <size_t>stream <= 2  # a default stream stands for a stream of the current context
-    if not issued:  # NCCL issues in the background
+    if not issued:
         precall_hook.lacks_event = 1
         return
     if entered:
@@ -354,7 +363,7 @@ cdef class Handle:
         mutex_unlock(&self.mutex)
 
     cdef bint lock_alive(self) noexcept nogil:
-        """Take the lock; if the communicator was aborted or closed meanwhile, release the lock and return False."""
+        """Take the lock; if the communicator was aborted or has no `ncclComm_t`, release the lock and return False."""
         self.lock()
         if self.raw != NULL and self.state != ABORTED:  # an abort may be waiting for this very lock
             return True
@@ -362,7 +371,10 @@ cdef class Handle:
         return False
 
     cdef ncclComm_t detach_handle(self) noexcept nogil:
-        """Take the handle away, to destroy or abort it: from then on `peek` does not ask NCCL about it."""
+        """Remove `raw` from the handle and return it: from then on `peek` does not ask NCCL about it.
+
+        If the gate is not free within GATE_PATIENCE seconds, remove `raw` without the gate.
+        """
         cdef bint locked = lock_within(&self.gate, now() + GATE_PATIENCE)
         cdef ncclComm_t raw = self.raw
         self.raw = NULL
@@ -414,11 +426,13 @@ cdef class Handle:
     cdef ncclResult_t peek(self) noexcept nogil:
         """Ask NCCL once for the communicator's state; return ncclSuccess while NCCL works or the state is not known.
 
-        A blocking communicator can be asked even during a call: NCCL only reads a word. For a nonblocking one NCCL may
-        complete a job, which needs the lock: its state is not known during a call.
+        Only READY and FINALIZED communicators are asked. A blocking communicator can be asked even during a call: NCCL
+        only reads a word. For a nonblocking one NCCL may complete a job, which needs the lock: while another thread
+        holds the lock, the state is not known.
         """
         cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
-        # Also if FINALIZED: a close may wait for an operation that never ends because the communicator has failed.
+        # FINALIZED is asked too: a close may wait for an operation that never ends because the communicator has
+        # failed.
         if (self.state != READY and self.state != FINALIZED) or nccl.ncclCommGetAsyncError == NULL:
             return ncclSuccess
         if self.nonblocking and mutex_trylock(&self.mutex) != 0:
@@ -443,7 +457,8 @@ cdef class Handle:
     cdef ncclComm_t error_source(self) noexcept:
         """Return the communicator that has NCCL's message for a failure of this one, or NULL.
 
-        During initialisation that is the guard; for a child that NCCL has not made, the parent.
+        During initialisation that is the guard; for a child that NCCL has not made, the parent; on the host engine,
+        during the init call of a communicator without a parent, what the engine has written to `new_comm`.
         """
         if self.raw != NULL:
             return self.raw
@@ -470,7 +485,11 @@ cdef class Handle:
         return self.guard != NULL or self.nonblocking or abort_preempts
 
     cdef int check_endable(self, object what) except -1:
-        """Refuse a deadline for one operation if NCCL could not end it; the host engine could, and refuses it too."""
+        """Refuse a deadline for one operation if the communicator is blocking and has no guard (ValueError).
+
+        NCCL could not end the operation. The host engine could; it refuses the deadline too, so that a program behaves
+        as on GPUs.
+        """
         if self.guard == NULL and not self.nonblocking:
             raise ValueError(
                 f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
@@ -546,7 +565,8 @@ cdef class Handle:
             return 0
         if reports_suppressed():  # the caller that suppresses them reports the outcome
             return 0
-        # The ranks can be asked only once: not for a local error that leaves the communicator usable.
+        # The ranks can be asked only once. So they are not asked for a local error that leaves the communicator
+        # usable.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
             note_failure([self], error)
             self.peer_status.explain(error)
@@ -604,7 +624,8 @@ cdef class Handle:
         cdef size_t count = 0
         cdef double until = now() + READERS_PATIENCE
         cdef bint locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
-        # Without an open mark no marked call is stuck: the lock's owner may just be descheduled.
+        # Without an open mark no marked call is stuck. The thread that holds the lock may just be descheduled: try
+        # again.
         while not locked and not self.in_flight.marks.open and now() < until:
             locked = lock_within(&self.mutex, now() + MARKS_PATIENCE)
         # A thread that is stuck in a call holds the lock. It adds no mark before it returns, and no thread adds one
@@ -622,7 +643,7 @@ cdef class Handle:
         return 0
 
     cdef CUstream own_stream(self) except NULL:
-        """Return the private stream for memory that has none, made on first use."""
+        """Return the communicator's own stream, made on first use; it is used for CPU memory, which has no stream."""
         if self.stream is None:
             made = Stream(self.device)  # releases the GIL: another thread may have made one meanwhile
             if self.stream is None:
@@ -630,7 +651,7 @@ cdef class Handle:
         return (<Stream>self.stream).raw
 
     cdef int release_buffer(self, long long number) except -1:
-        """Release a registered buffer; during an abort, which may still use it, release it when the abort is over."""
+        """Drop the reference to a registered buffer; if an abort may still use the buffer, do so after the abort."""
         self.registrations.windows.pop(number, None)
         if self.state == ABORTED and self.abort_state.threads is None and (self.raw != NULL or self.guard != NULL):
             return 0  # the abort is about to begin; it keeps this handle, and the handle keeps the buffer

@@ -1,6 +1,7 @@
 /* The memory registry's hook on a communicator. `run` is called before the communicator's next call of NCCL if
- * `wanted` is set; the registry is also told of captured calls and of the communicator's end. `wanted` and `aborting`
- * are atomic; the communicator's lock guards `has_event`, `lacks_event`, `current` and `events`. */
+ * `wanted` is set and `lacks_event` is not; the registry is also told of captured calls and of the communicator's end.
+ * `wanted` and `aborting` are atomic; the communicator's lock guards `has_event`, `lacks_event`, `current` and
+ * `events`. */
 #ifndef NCCLPY_PRECALL_HOOK_H
 #define NCCLPY_PRECALL_HOOK_H
 
@@ -10,8 +11,8 @@
 
 typedef struct ncclpy_precall_hook {
   int wanted;      /* whether `run` is wanted before the next call; any thread sets it */
-  int has_event;   /* events[current] is recorded behind all issued work */
-  int lacks_event; /* something was issued that has no event behind it */
+  int has_event;   /* events[current] is recorded behind all issued work, unless `lacks_event` is set */
+  int lacks_event; /* an operation was issued, or NCCL is still issuing one, that has no event behind it */
   int aborting;    /* the hook's owner is about to abort the communicator without the GIL, and can tell why */
   int current;     /* index of the event to record behind the next call */
   void *events[2]; /* CUevent */
@@ -29,14 +30,14 @@ static inline int ncclpy_hook_is_aborting(const ncclpy_precall_hook *precall_hoo
 
 static inline void ncclpy_hook_set_aborting(ncclpy_precall_hook *precall_hook) { __atomic_store_n(&precall_hook->aborting, 1, __ATOMIC_RELEASE); }
 
-/* A weak reference to a communicator for threads without the GIL, which cannot use Python's. A pin keeps the
- * communicator's memory. The thread that frees the memory revokes the reference and waits until the pins are released;
- * a thread that holds a pin never waits for the GIL. A forked child has none of its parent's threads, so it does not
- * wait for pins from before the fork, which are never released. */
+/* A weak reference to a communicator for threads without the GIL, which cannot use Python's weak references. A pin
+ * keeps the communicator's memory from being freed. The thread that frees the memory revokes the reference and waits
+ * until the pins are released; a thread that holds a pin never waits for the GIL. A forked child has none of its
+ * parent's threads, so it does not wait for pins from before the fork, which are never released. */
 typedef struct ncclpy_weak_handle {
   void *target; /* the Handle */
   int pins;   /* twice the number of pins, plus 1 when the reference is revoked */
-  int owners;     /* how many use this struct: the handle and its hook */
+  int owners;     /* how many of the handle and its hook still use this struct; the last one frees it */
   pid_t process;   /* the process in which it was made */
 } ncclpy_weak_handle;
 

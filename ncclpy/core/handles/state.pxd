@@ -5,7 +5,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclConfig_t, ncclResult_t
 from ncclpy.core.arguments.operation cimport InitArgs, Operation
 
 
-# States of a communicator. Only in READY may operations be called without a further check.
+# States of a communicator. Only in READY may operations be called without a further check (`watch.check_alive`).
 cdef enum:
     READY = 0
     DEFERRED = 1  # the init call has not returned, or is not made yet, for example because its group has not ended
@@ -18,7 +18,7 @@ cdef enum:
 
 
 cdef inline bint is_over(int state) noexcept nogil:
-    """Whether the communicator takes no more calls and has nothing left to end."""
+    """Return whether a communicator was aborted or closed: it takes no more calls and need not be ended any more."""
     return state == ABORTED or state == CLOSED
 
 
@@ -57,11 +57,12 @@ cdef class InitState:
     cdef bint nccl_may_write  # NCCL may still write to `new_comm`
     cdef int stage
 
-    # Fill in the configurations. `blocking`: whether the communicator blocks; None leaves that to NCCL.
+    # Fill in the configuration of the communicator and, if `guarded`, of its guard. `blocking`: whether a communicator
+    # without a guard blocks; None leaves that to NCCL.
     cdef int fill(self, object config, bint guarded, object blocking) except -1
     # Start the split of the guard; do not wait for its result.
     cdef void start_guard_split(self, ncclComm_t guard) noexcept nogil
-    # Whether that split is under way: the guard is not polled meanwhile.
+    # Whether the call that splits the guard has not returned yet: until then the guard is not polled.
     cdef bint is_splitting_guard(self) noexcept nogil
 
 
@@ -75,9 +76,10 @@ cdef struct Mark:
     double began  # when a poll first found `begin` reached; 0 before
     unsigned long thread  # the thread that made the call, or the one for which another thread made it
     bint open  # the operation is being issued: `end` is not recorded yet
-    bint over
+    bint over  # the operation has ended, its call has not returned ncclSuccess, or `end` could not be recorded
 
-# A ring of marks for the operations that the device has not ended; guarded by the communicator's lock.
+# A ring with the marks of the operations that the device has not ended, and of ended ones that were not dropped yet;
+# guarded by the communicator's lock.
 cdef struct OpEventRing:
     Mark* ring
     size_t capacity
@@ -90,16 +92,17 @@ cdef struct OpEventRing:
 cdef OpEventRing* new_marks(CUcontext context) noexcept nogil
 cdef void free_marks(OpEventRing* marks) noexcept nogil
 
-# Record the events before and after an operation. `mark_begin` returns NULL if it cannot record, for example while the
-# stream is captured.
+# Record the events before and after an operation. `mark_begin` returns NULL if there is no mark: the stream is
+# captured, the ring is full, or the driver reports an error. `issued`: the operation's call has returned ncclSuccess;
+# if not, the mark is over at once.
 cdef Mark* mark_begin(OpEventRing* marks, const Operation* operation, double limit) noexcept nogil
 cdef void mark_end(OpEventRing* marks, Mark* mark, bint issued) noexcept nogil
 
-# Whether an operation is past its deadline; `found` receives a copy of its mark. Ended operations at the front of the
-# ring are dropped.
+# Whether an operation is past its deadline. If so, `found` receives a copy of its mark, and the marks behind it are
+# not examined. Ended operations at the front of the ring are dropped.
 cdef bint find_overdue(OpEventRing* marks, double moment, Mark* found) noexcept nogil
 
-# The first mark that the last `find_overdue` did not find ended; NULL if there is none.
+# The first mark that is not over, as far as the last `find_overdue` has found; NULL if there is none.
 cdef const Mark* first_marked(const OpEventRing* marks) noexcept nogil
 
 # Collect the threads that have issued operations which the device has not ended, each thread once and without those
@@ -124,7 +127,7 @@ cdef struct CallStatus:
     double began  # when `latest` was made; guarded by the mutex
     long long arrived  # sequence of the last call that was waited for and has its data, -1 if none; guarded by the GIL
     double ended  # when these data were there; guarded by the GIL
-    bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
+    bint unissued  # the last call has not returned ncclSuccess; guarded by the mutex
     bint marked  # the last call, or its group, has a mark; guarded by the mutex
     # The first operation that the device had not ended when the marks were last read; when it was made, 0 if none.
     Operation unfinished
@@ -137,7 +140,7 @@ cdef struct CallStatus:
 cdef class AbortState:
     cdef object reason
     cdef object error  # the exception with the reason, for later calls
-    cdef list threads  # the threads (`_Abort`) that make the last abort; None before any abort
+    cdef list threads  # the threads (`_Abort`) that make the last abort; None if none was started
     cdef str failed_as  # class name of the error that has failed the communicator, or None
     cdef bint peer_aborted  # one of its other ranks in this process was aborted
     cdef object peer_error  # the error for an operation that the abort of such a rank has ended
@@ -173,8 +176,8 @@ cdef class Registrations:
     cdef ncclResult_t release(self, ncclComm_t comm, long long number, bint* gone) noexcept nogil
     # Move all ranges out, for `deregister_all`.
     cdef Range* take_all(self, size_t* count) noexcept nogil
-    # Add a user to each range that contains one of the addresses; return the ranges' numbers, in an array that the
-    # caller frees.
+    # Add a user to each range that contains one of the addresses. Return the ranges' numbers, in an array that the
+    # caller frees; NULL if there is no memory for it. `held` receives the number of ranges.
     cdef long long* hold(self, const uintptr_t* addresses, size_t naddresses, size_t* held) noexcept nogil
 
     cdef Range* _range_of(self, uintptr_t begin, uintptr_t end) noexcept nogil

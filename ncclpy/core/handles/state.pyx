@@ -2,7 +2,9 @@
 
 DEFERRED -> INITIALISING -> READY -> FINALIZED -> CLOSED
                               READY <-> SUSPENDED -> FINALIZED
-                                    (and from each of them to ABORTED)
+                     (and from each of them but CLOSED to ABORTED)
+
+These are the usual moves; the table `_MOVES` has all of them, also those to and from FAILED.
 
 `Handle.become` alone changes the state, by the table `_MOVES` and with the GIL; reading the state needs no GIL.
 
@@ -11,15 +13,17 @@ guard is then split into a blocking communicator, so that its calls cost no more
 deadline. Both can be polled and aborted at any time, through the guard.
 
 The split is called in a thread of its own. NCCL splits in the background and should return at once; if it does not, no
-polling thread is stuck, and an abort of the guard makes the call return.
+polling thread is stuck, and an abort of the guard makes the call return. Only if no thread can be started, the polling
+thread calls the split itself.
 
 The fields `new_comm`, to which NCCL writes the handles that it makes, lie on the heap, and are freed only when NCCL
 cannot write to them any more. No thread polls by then: a polling thread has a reference to the communicator, which has
 one to its `InitState`.
 
-Events are recorded by the thread that makes the call, directly before and after it. No other thread may touch a user's
-stream: it may be destroyed, captured, or stand for another stream in another thread. The clock of an operation starts
-when the device has reached it, so time that the stream spends before or after the operation does not count.
+Events are recorded by the thread that makes the call, directly before and after the call. No other thread may touch a
+user's stream: the stream may be destroyed or captured meanwhile, and a default stream stands for another stream in
+another thread. The clock of an operation starts when a poll finds that the device has reached the operation, so time
+that the stream spends before or after it does not count.
 
 NCCL counts the registrations of one range, and a registration that is not released keeps the memory mapped. So a
 buffer within a registered range uses the registration of that range, and the last user deregisters it. A buffer that a
@@ -54,7 +58,7 @@ cdef dict _MOVES = {
     DEFERRED: (
         INITIALISING,  # the init call has returned
         READY,  # made outside ncclpy: from_handle()
-        FAILED,  # its group failed
+        FAILED,  # the call or group that makes it failed
         CLOSED,
         ABORTED,
     ),
@@ -154,7 +158,10 @@ cdef class InitState:
         free(self.guard_split)
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1:
-        """Fill in the configurations. `blocking`: whether the communicator blocks; None leaves that to NCCL."""
+        """Fill in the configuration of the communicator and, if `guarded`, of its guard.
+
+        `blocking`: whether a communicator without a guard blocks; None leaves that to NCCL.
+        """
         self.guarded = guarded
         self.strings = [fill_config(&self.init_args.config, config)]
         if guarded:
@@ -203,7 +210,7 @@ cdef void free_marks(OpEventRing* marks) noexcept nogil:
     cdef size_t i
     if marks == NULL:
         return
-    for i in range(marks.capacity if driver.cuEventDestroy_v2 != NULL else 0):  # not in a forked child
+    for i in range(marks.capacity if driver.cuEventDestroy_v2 != NULL else 0):  # NULL in a forked child
         driver.cuEventDestroy_v2(marks.ring[i].begin)
         driver.cuEventDestroy_v2(marks.ring[i].end)
     free(marks.ring)
@@ -236,12 +243,15 @@ cdef bint _grow(OpEventRing* marks) noexcept nogil:
 
 
 cdef void _drop_older_half(OpEventRing* marks) noexcept nogil:
-    """Drop the older half if the device has ended it: one event query covers many marks."""
+    """Drop the older half of the marks if the device has ended their operations, with one event query for all of them.
+
+    If these marks are on several streams, consider only the first ones, up to the first mark on another stream.
+    """
     cdef size_t half = marks.count // 2, i
     cdef CUstream stream = marks.ring[marks.first].what.stream
     for i in range(half):
         if marks.ring[(marks.first + i) % marks.capacity].what.stream != stream:
-            half = i  # operations end in order only on one stream
+            half = i  # only operations on one stream end in order
             break
     if half and driver.cuEventQuery(marks.ring[(marks.first + half - 1) % marks.capacity].end) != CUDA_ERROR_NOT_READY:
         marks.first = (marks.first + half) % marks.capacity
@@ -360,7 +370,7 @@ cdef double CLOSE_PATIENCE = 10.0
 
 
 cdef class AbortState:
-    """Why and by what a communicator was aborted, see the declaration."""
+    """Hold why and by what a communicator was aborted; state.pxd describes the fields."""
 
 
 cdef class Registrations:

@@ -15,11 +15,12 @@ cdef int enforce_limit(Handle handle, double limit) except -1
 # Raise unless operations may be submitted. A nonblocking initialisation is first waited for.
 cdef int check_alive(Handle handle) except -1
 
-# Wait until the communicator has left ncclInProgress. `started` is when the wait began; by default it begins now.
+# Wait until the communicator has left ncclInProgress; raise the error with which it has done so. `started` is when the
+# wait began; by default it begins now.
 cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
 
-# Wait for what was issued on a stream. If a signal handler raises, the handles in `together` (default: [handle]) are
-# aborted.
+# Wait for what was issued on a stream, and raise the communicator's error. If a signal handler raises, the handles in
+# `together` (default: [handle]) are aborted.
 cdef int wait_stream(Handle handle, CUstream stream, const char* what, double deadline, list together=*) except -1
 
 # The parts of `wait_stream`, for a caller that makes a call before the wait and releases the GIL once for both.
@@ -39,7 +40,7 @@ cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
 # Refuse a wait in a signal handler that has interrupted a wait for the same communicator.
 cdef int refuse_nested_wait(Handle handle, const char* what) except -1
 
-# Abort after a deadline and say what was waited for.
+# Abort a communicator of which `what` has passed its deadline after `waited` seconds, and raise NcclTimeout.
 cdef int give_up(Handle handle, str what, double waited) except -1
 
 

@@ -47,7 +47,7 @@ from ncclpy.errors import NcclError
 
 
 cdef ncclResult_t poll_once(Handle handle) noexcept nogil:
-    """Ask NCCL once for the communicator's state; for a child that NCCL still makes, its parent is asked."""
+    """Ask NCCL once for the communicator's state; of one that is being made, poll the initialisation (`poll_init`)."""
     cdef ncclResult_t state = ncclSuccess
     cdef ncclResult_t result
     if handle.state == INITIALISING:
@@ -62,7 +62,11 @@ cdef ncclResult_t poll_once(Handle handle) noexcept nogil:
 
 
 cdef ncclResult_t poll_init(Handle handle) noexcept nogil:
-    """Poll the initialisation, and take the next step when one is done. Several threads may call this."""
+    """Poll an initialisation, and take the next step when one is done. Several threads may call this.
+
+    NCCL is asked about the parent while NCCL makes the communicator through it, and then about the guard or, without a
+    guard, the communicator.
+    """
     cdef ncclResult_t result
     if handle.init_state.stage == INIT_IN_PARENT:
         # Before this handle's lock is taken: locks of communicators are taken in the order of their addresses.
@@ -176,7 +180,10 @@ cdef int _note_made(Handle child) except -1:
 
 
 cdef int enforce_limit(Handle handle, double limit) except -1:
-    """Have the watchdog enforce `limit` and other deadlines; if there are none, it ends stuck calls after Ctrl-C."""
+    """Have the watchdog enforce `limit` and other deadlines of a communicator, and end its stuck calls after Ctrl-C.
+
+    If all limits are FOREVER, the watchdog only ends stuck calls after Ctrl-C.
+    """
     if limit < handle.in_flight.shortest_limit:
         handle.in_flight.shortest_limit = limit
         check_sooner()
@@ -199,7 +206,11 @@ cdef int check_alive(Handle handle) except -1:
 
 
 cdef int finish(Handle handle, str what, double deadline, double started=0) except -1:
-    """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
+    """Poll until the communicator has left ncclInProgress.
+
+    Past the deadline, and if a signal handler raises, abort the communicator; raise NcclTimeout or the handler's
+    exception. If NCCL reports an error, raise it; an initialisation that has failed is aborted as well.
+    """
     cdef ncclResult_t result
     cdef const char* message
     started = started or now()
@@ -250,7 +261,7 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
 
 
 cdef int give_up(Handle handle, str what, double waited) except -1:
-    """Abort after a deadline and say what was waited for."""
+    """Abort a communicator after a passed deadline, and raise NcclTimeout, which says what was waited for."""
     error = handle.timeout_error(what, waited)
     abort_and_report(aborted_together(handle), f"{what} passed its deadline", error)
     raise error
@@ -270,7 +281,7 @@ cdef int _checking = 0
 
 @atexit.register
 def _end_of_process():
-    """Have waits in other threads continue without Python."""
+    """Have waits continue without taking the GIL; wait up to a second for threads that are taking it just now."""
     global _exiting
     _exiting = True
     until = now() + 1.0
@@ -319,7 +330,10 @@ cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
 
 
 cdef object _failure_of(Handle handle, const char* what):
-    """Return the exception for the error that NCCL reports of a communicator, with NCCL's message."""
+    """Return the exception for the error that NCCL reports of a communicator, with NCCL's message.
+
+    If NCCL reports no error any more, return the exception for an aborted communicator.
+    """
     cdef ncclResult_t result = handle.peek()
     cdef char* message = NULL
     if result == ncclSuccess:  # another thread has begun to abort it
@@ -440,8 +454,8 @@ cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
         (<Handle>waiting.handle).main_is_waiting = True
     waiting.stream = stream
     waiting.result = await_stream(stream, _tick, waiting)
-    # A stream also runs dry when ranks disagree or a rank has died: ask NCCL before the data are handed out. Not after
-    # an abort, which may still hold the communicator's lock.
+    # A stream also runs dry when ranks disagree or a rank has died: ask NCCL before the data are handed out. After an
+    # abort NCCL is not asked, because the aborting thread may still hold the communicator's lock.
     if (
         waiting.result == CUDA_SUCCESS and waiting.error == NULL and (<Handle>waiting.handle).state != ABORTED
         and not (<Handle>waiting.handle).revoked
@@ -530,7 +544,7 @@ cdef double SIGINT_PATIENCE = 1.0
 cdef double SHORTEST_PAUSE = 0.01
 cdef double LONGEST_PAUSE = 1.0
 _log = logging.getLogger("ncclpy.core")
-cdef list _watched = []  # of weak references; only the watchdog removes them
+cdef list _watched = []  # weak references to handles; only the watchdog removes them, and a fork in the child
 cdef bint _watching = False  # tested and set without releasing the GIL: there must never be two watchdogs
 _wake = threading.Event()
 
@@ -550,7 +564,7 @@ cdef int watch(Handle handle) except -1:
 
 
 cdef class _Watchdog(Call):
-    """The watchdog thread, which runs until nothing is left to watch."""
+    """Run the watchdog thread, until there was nothing to watch for ten seconds."""
 
     def __cinit__(self):
         self.is_service = True
@@ -581,7 +595,7 @@ cdef int _run_rounds() except -1:
 
 
 cdef double _check_all() except? -1:
-    """Check every communicator once; return the seconds until the next round."""
+    """Check every watched communicator once; return the seconds until the next round."""
     cdef Handle handle
     cdef double shortest_limit = LONGEST_PAUSE * 8
     cdef bint interrupted = _is_interrupted()
@@ -594,7 +608,7 @@ cdef double _check_all() except? -1:
         if handle.state in (READY, FINALIZED):  # operations from before a close keep their deadlines
             try:
                 _check_communicator(handle, interrupted)
-            except Exception as error:  # the others are still watched
+            except Exception as error:  # the other communicators are still watched
                 _watched.remove(reference)
                 _log.error("%r is no longer watched", handle, exc_info=error)
     return shortest_limit / 8
@@ -620,7 +634,10 @@ cdef int _check_communicator(Handle handle, bint interrupted) except -1:
 
 
 cdef int _abort_overdue(Handle handle, str what, double waited, const Operation* operation=NULL) except -1:
-    """Abort a communicator; its next call raises the error, which tells where the overdue operation was called."""
+    """Abort a communicator; its calls raise the error from now on.
+
+    If calls are traced and `operation` is given, the error tells where the operation was called.
+    """
     cdef CallTracer tracer = _handles.tracer
     error = handle.timeout_error(what, waited)
     if operation != NULL and tracer is not None:
@@ -643,7 +660,10 @@ cdef bint _is_interrupted() except -1:
 
 
 cdef double _sigint_time_left() noexcept:
-    """Return the seconds until SIGINT_PATIENCE has passed since the last SIGINT; LONGEST_PAUSE if it has passed."""
+    """Return the seconds until SIGINT_PATIENCE has passed since the last SIGINT.
+
+    Return LONGEST_PAUSE if it has passed, or if there was no SIGINT.
+    """
     cdef double rest = ncclpy_sigint_at + SIGINT_PATIENCE - now()
     return rest + SHORTEST_PAUSE if rest > 0 else LONGEST_PAUSE
 

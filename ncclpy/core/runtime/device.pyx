@@ -1,9 +1,10 @@
 """Devices, contexts and plain device memory.
 
 While a stream is captured, CUDA refuses calls that it considers unsafe (to query an event, to allocate) and
-invalidates the capture: in all threads in global mode, in the capturing thread in thread-local mode. ncclpy's calls do
-not touch the captured stream, so they are made in relaxed mode: for the whole life of a thread of ncclpy, and in a
-user's thread during the call.
+invalidates the capture: in all threads in global mode, in the capturing thread in thread-local mode. The calls that
+ncclpy makes for its own purposes do not touch the captured stream. So its threads are in relaxed mode for their whole
+life, and a user's thread is in relaxed mode while it allocates or frees memory, queries the watchdog's events, or runs
+a pre-call hook.
 
 A device is an ordinal, as in CUDA. ncclpy only uses primary contexts, those of the CUDA runtime, torch and CuPy, and
 leaves the calling thread's current device as it found it.
@@ -71,7 +72,11 @@ cdef int known_devices() except -1:
 
 
 cdef int as_device(object device) except -2:
-    """Return the ordinal that `device` stands for: None is the current one; an object may have ``device_id``."""
+    """Return the ordinal that `device` stands for.
+
+    `device` may be None (the current device), an int, an object with ``device_id`` (cuda.core) or ``index`` (torch),
+    or an integer of numpy. Raise ValueError if there is no such device.
+    """
     cdef object number
     if device is None:
         return current_device()
@@ -104,7 +109,7 @@ cdef int _no_such(object ordinal) except -1:
 
 
 cdef int current_device() except -2:
-    """Return the calling thread's current device; without a context it is 0, as for the CUDA runtime."""
+    """Return the calling thread's current device; 0 if the thread has no context, as for the CUDA runtime."""
     cdef CUcontext context = NULL
     cdef CUdevice ordinal = 0
     require_driver()
@@ -315,8 +320,8 @@ def copy(uintptr_t dst, uintptr_t src, size_t nbytes, stream=None):
     nbytes : int
         Size in bytes.
     stream : optional
-        Any stream object or handle; the legacy default stream by default. Host memory that is not page-locked may
-        make the call wait.
+        A handle as an int, or an object with ``__cuda_stream__``; the legacy default stream of the current device by
+        default. Host memory that is not page-locked may make the call wait.
     """
     cdef CUstream handle = _stream_handle(stream)
     cdef CUresult result

@@ -16,8 +16,9 @@ class Faults:
 
     The plan holds for every thread of the process, from the beginning of the block to its end. After that the previous
     plan, of an enclosing block or of the environment variable ``NCCLPY_FAULTS``, holds again, with its counts reset.
-    ``docs/host-engine.md`` describes the language. A rule that has not fired when its block ends causes a
-    `RuntimeWarning`: it tests nothing, perhaps because the program makes another call than the rule names.
+    ``docs/host-engine.md`` describes the language. A rule, other than a ``random`` one, that has not fired when its
+    block ends causes a `RuntimeWarning`: it tests nothing, perhaps because the program makes another call than the
+    rule names.
 
     Parameters
     ----------
@@ -29,7 +30,10 @@ class Faults:
     ValueError
         At the beginning of the block, if the plan is not valid: the message names the word and what is allowed.
     RuntimeError
-        If the loaded library is not the host engine: NCCL itself has no fault injection.
+        At the beginning of the block, if the loaded library is not the host engine: NCCL itself has no fault
+        injection.
+    TypeError
+        If `plan` is no str.
     """
 
     def __init__(self, plan: str):
@@ -37,8 +41,8 @@ class Faults:
             raise TypeError(f"plan must be a str, not {type(plan).__name__}")
         self.plan = plan
         self._fired: list[str] | None = None
-        # The rules that have never fired in this block; None before the first reading. Read before each inner block
-        # and at the end, since the beginning of an inner block resets the engine's record of rules that have fired.
+        # The rules that have never fired in this block; None before the first reading. The engine is asked before each
+        # inner block and at the end, since the beginning of an inner block resets its record of rules that have fired.
         self._unfired: list[str] | None = None
 
     def __enter__(self) -> Faults:
@@ -71,7 +75,11 @@ class Faults:
 
     @property
     def fired(self) -> list[str]:
-        """Return the faults that have happened so far, one line each, in order; also after the block has ended."""
+        """Return the faults that have happened in the block, one line each, in order; also after the block has ended.
+
+        Only those since the last inner block began or ended: each change of the plan resets the engine's list. During
+        an inner block these are the faults of the inner block's plan.
+        """
         if self._fired is not None:
             return self._fired
         return _fired() if self in _open_blocks else []

@@ -13,8 +13,8 @@ cdef int warn_of_overrides() except -1
 cdef int warn_of_in_progress() except -1
 
 # The tables of C functions. An entry is NULL until the library is loaded, if the loaded NCCL lacks the symbol, and in
-# a process forked after loading. Before calling an entry, call `require(...)`, which loads the library, or raises and
-# tells why the entry is missing. The driver's table is filled completely or not at all.
+# a process forked after loading. Before calling an entry, call `require(...)`: it loads the library, and raises an
+# error that tells why if the entry is still missing. The driver's table is filled completely or not at all.
 cdef ncclpy_nccl_table nccl
 cdef ncclpy_driver_table driver
 
@@ -25,10 +25,10 @@ cdef bint host_engine
 # instead frees the communicator while those threads use it.
 cdef bint abort_preempts
 
-# `stream_wait` is the host engine's wait for a stream: the waiting thread runs the stream's work, and from time to time
-# calls the given function, which returns the seconds until its next call, or a negative number to end the wait.
-# `event_help` is cuEventQuery, but first runs the work before the event, for at most the given seconds. Both are
-# NULL on GPUs.
+# `stream_wait` is the host engine's wait for a stream: the waiting thread runs the stream's work, and from time to
+# time calls the given function, which returns the seconds until its next call, or a negative number to end the wait.
+# `event_help` is cuEventQuery, but first runs the work before the event, for at most the given seconds. Both are NULL
+# on GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
 ctypedef CUresult (*EventQuery)(CUevent, double) noexcept nogil
@@ -72,15 +72,16 @@ cdef inline int require_driver() except -1:
     return 0
 
 
-# Raise in a process that was forked after loading: there neither communicators nor threads exist.
+# Raise NcclError in a process that was forked after loading: there neither communicators nor threads exist. If NCCL is
+# loaded and the driver is not, this loads the driver.
 cdef int raise_if_forked() except -1
 
 
 # Raise the exception for `result`, with NCCL's last error message.
 cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil
 
-# A copy, which the caller frees, of NCCL's message for an error that was just returned to this thread; NULL if
-# `result` is no NCCL error.
+# A copy, which the caller frees, of NCCL's message for the error `result` that was just returned to this thread; NULL
+# if `result` is no error of NCCL, or if NCCL has no ncclGetLastError.
 cdef char* copy_last_error(ncclResult_t result) noexcept nogil
 
 # The exception for a result code. `last_error` is ncclGetLastError's text when the code was returned; `during` is what

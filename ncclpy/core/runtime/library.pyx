@@ -153,7 +153,7 @@ cdef extern from *:
 
 ncclpy_watch_fork(&nccl, &driver, &host_missing_ranks)
 
-# The host engine marks itself with this symbol, a C string.
+# The host engine is recognised by this symbol.
 cdef const char* HOST_MARK = b"ncclpyHostEngine"
 
 #: Whether this build ends the process when a lock is taken in a wrong order (`-Ddebug_locks=true`).
@@ -219,7 +219,10 @@ class Library:
         self.version = version
 
     def has(self, symbol):
-        """Return whether the loaded library has the C function `symbol`, such as ``"ncclCommGrow"``."""
+        """Return whether the loaded library has a C function of NCCL, such as ``"ncclCommGrow"``.
+
+        False also for a function that ncclpy does not use, and in a process that was forked after loading.
+        """
         name = symbol.encode()
         return any(row == name for row, _, present in _rows() if present)
 
@@ -236,13 +239,15 @@ def use(choice):
 
     Parameters
     ----------
-    choice : str
+    choice : str or os.PathLike
         ``"cuda"`` (find NCCL), ``"host"`` (the host engine) or the path of a library with NCCL's ABI.
 
     Raises
     ------
     RuntimeError
         If another library is already loaded; choosing the same one again does nothing.
+    TypeError
+        If `choice` is neither a str nor a path.
     """
     global _choice
     if not isinstance(choice, (str, os.PathLike)):
@@ -283,7 +288,8 @@ def loaded():
 
 
 cdef int raise_if_forked() except -1:
-    # Any entry of the table would do: a fork empties all of them.
+    # A fork empties the whole table: any entry shows this. `require_driver` then raises, or loads a driver that is not
+    # loaded yet.
     if driver.cuEventRecord == NULL and _library is not None:
         require_driver()
     return 0
@@ -302,7 +308,10 @@ cdef int version_code() except -1:
 
 
 cdef int require_nccl_function(const char* name) except -1:
-    """Load the library on first use; if it lacks the function, raise an error that names the release to install."""
+    """Load the library on first use; raise NcclUnsupported if it lacks the function.
+
+    The error names the NCCL release to install or, on the host engine, the page that lists what the engine lacks.
+    """
     cdef size_t i = 0
     _ensure_loaded()
     while ncclpy_nccl_symbols[i].name != NULL:
@@ -344,7 +353,7 @@ def _ensure_loaded():
 
 
 def _warn_of_faults():
-    """Warn, once per process, if NCCLPY_FAULTS is set: a variable that was left set by mistake gives wrong results."""
+    """Warn if the host engine is loaded and NCCLPY_FAULTS is set: set by mistake, it would give wrong results."""
     plan = os.environ.get("NCCLPY_FAULTS", "")
     if host_engine and plan.replace(";", " ").strip():
         _log.warning(
@@ -381,9 +390,10 @@ _HOW_TO_CHOOSE = (
 
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
-    """Open the first place that is an NCCL library, fill the tables and return its `Library`.
+    """Open the first place that is an NCCL library, fill NCCL's table and return its `Library`.
 
-    If none is, raise LibraryNotFound with a message that begins with `failed`.
+    The driver's table is filled too if the library has the driver's functions. If no place is an NCCL library, raise
+    LibraryNotFound with a message that begins with `failed`.
     """
     global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, event_await
     global host_missing_ranks, host_hold_window, host_release_window
@@ -451,7 +461,10 @@ cdef int _fill(void* handle, const ncclpy_symbol* symbols, char* table) except -
 
 
 cdef int _fill_driver(void* handle) except -1:
-    """Fill the driver table and initialise the driver; raise if the library lacks a function of the table."""
+    """Initialise the driver and fill its table.
+
+    Raise LibraryNotFound if the library lacks a function of the table, or if cuInit fails.
+    """
     cdef size_t i = 0
     cdef int result
     cdef const char* words = NULL
@@ -525,7 +538,7 @@ def _has_gpu():
 
 
 cdef object _loaded_path(path):
-    """Return the file that a soname was loaded from; a path is returned unchanged."""
+    """Return the file that a soname was loaded from; return a path, or a soname without a known file, unchanged."""
     if os.sep in path:
         return path
     for mapped in search.mapped_nccl():

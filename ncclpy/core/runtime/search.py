@@ -1,7 +1,7 @@
 """Where a library may be: the host engine in this package, libnccl on the machine.
 
-This module does not open NCCL for use; `library` does, once. `library` tries the places in the order in which
-`candidates` lists them, and the message of `LibraryNotFound` names each.
+This module does not open NCCL for use; the module `library` does, once. It tries the places in the order in which
+`candidates` lists them. If none of them is an NCCL library, the message of `LibraryNotFound` names each place.
 """
 
 from __future__ import annotations

@@ -31,16 +31,17 @@ cdef class DeviceWait(Call):
     cdef int device
 
 
-# The `Stream` object of a handle; None if ncclpy has not made the stream.
+# The `Stream` object of a handle; None if ncclpy has not made the stream, or if it was closed.
 cdef Stream owner_of(CUstream raw)
 
 # Whether a stream is being captured into a graph; raises if the capture was invalidated.
 cdef bint is_captured(CUstream stream, int device) except -1
 
-# An event recorded behind what the stream has queued; None if all of that is done, or if the stream is being captured.
+# An event recorded behind what the stream has queued; None if all of that is done, if the stream is being captured, or
+# if the driver is not loaded or reports an error.
 cdef object event_behind(CUstream stream, int device)
 
 
-# Keep objects until all of `until` are over: Calls that have returned, Events that are reached. If all are over
-# already, nothing is kept. `what` describes the objects for `in_flight`.
+# Keep objects until all of `until` are over: Calls that have returned, Events that are reached or about which the
+# driver reports an error. If all are over already, nothing is kept. `what` describes the objects for `in_flight`.
 cdef int hold(list objects, list until, object what) except -1

@@ -1,8 +1,8 @@
 """Streams and events, and the arrays that are in use on them after a wait has ended early.
 
 The thread that makes a call keeps its arrays alive while it waits. If the wait ends early, this module takes over the
-arrays and keeps them until neither NCCL nor a device can access them any more, for good if necessary. Calls that end
-normally do not use it, and pay nothing for it.
+arrays (`hold`) and keeps them until neither NCCL nor a device can access them any more, for good if necessary. Calls
+that end normally do not use `hold`, and pay nothing for it.
 """
 
 import os
@@ -29,7 +29,7 @@ cdef dict _readers = {}
 
 
 cdef CUstream as_stream(object stream) except? NULL:
-    """Return the handle of a stream: an int, a `Stream`, a cuda.bindings handle or any ``__cuda_stream__`` object."""
+    """Return the handle of a stream: an int, a `Stream`, or an object that `_reader_of` can read."""
     cdef object reader
     if type(stream) is int:
         return _from_int(stream)
@@ -57,7 +57,7 @@ cdef CUstream as_stream_of(object stream, int device) except? NULL:
 
 
 cdef object _reader_of(object stream):
-    """Return the function that reads handles of this object's type; no library is imported to find it."""
+    """Return the function that reads the handle from objects of this type; no library is imported to find it."""
     kind = type(stream)
     if hasattr(kind, "cuda_stream"):  # torch: an attribute, cheaper than its protocol and older
         return lambda stream: stream.cuda_stream
@@ -81,7 +81,7 @@ cdef object _open = weakref.WeakValueDictionary()
 
 
 cdef Stream owner_of(CUstream raw):
-    """Return the `Stream` object of this handle; None if ncclpy has not made the stream."""
+    """Return the `Stream` object of this handle; None if ncclpy has not made the stream, or if it was closed."""
     return _open.get(<uintptr_t>raw)
 
 
@@ -220,12 +220,12 @@ cdef CUevent event_alive(Event event) except? NULL:
 
 
 cdef class StreamPool:
-    """Communication streams, made on first use.
+    """Make streams for communication at their first use, and keep them.
 
     Parameters
     ----------
     high_priority : bool
-        Whether their work goes before that of other streams.
+        Whether the work of these streams has precedence over the work of other streams.
     """
 
     def __init__(self, bint high_priority=False):
@@ -238,7 +238,7 @@ cdef class StreamPool:
         if found is None:
             # A lower number is a higher priority; the driver clamps it to its own range.
             found = Stream(device, priority=-100 if self.high_priority else 0)
-            found = self.streams.setdefault((device, index), found)  # another thread may have been faster
+            found = self.streams.setdefault((device, index), found)  # another thread may have added one meanwhile
         return found
 
     def close(self):
@@ -390,7 +390,7 @@ def synchronize(device=None, timeout=None):
     device : int, optional
         The ordinal; the current device by default.
     timeout : float, optional
-        Seconds to wait. After that `NcclTimeout` is raised, and queued work continues.
+        Seconds to wait, at least 0.01. After that `NcclTimeout` is raised, and queued work continues.
     """
     cdef DeviceWait call = DeviceWait()
     cdef double limit = as_timeout(timeout)
@@ -422,7 +422,10 @@ cdef bint is_captured(CUstream stream, int device) except -1:
 
 
 cdef object event_behind(CUstream stream, int device):
-    """Return an event recorded behind what a stream has queued; None if that is done or the stream is captured."""
+    """Return an event recorded behind what a stream has queued.
+
+    Return None if that is done, if the stream is being captured, or if the driver is not loaded or reports an error.
+    """
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved
     cdef CUresult result
@@ -455,7 +458,7 @@ cdef bint _watching = False  # changed under the GIL, in one step with the check
 
 
 cdef int hold(list objects, list until, object what) except -1:
-    """Keep `objects` until all of `until` are over."""
+    """Keep `objects` until all of `until` (Calls and Events) are over."""
     global _watching
     waited_for = [each for each in until if not _is_over(each)]
     if not waited_for:
@@ -471,7 +474,7 @@ cdef int hold(list objects, list until, object what) except -1:
 
 
 def in_flight():
-    """Return descriptions, one line each, of the objects that are kept because a wait for them ended early."""
+    """Return descriptions, one line each, of the objects that NCCL or a device may still use after a wait ended early."""
     return [what for _, _, what in list(_held)]
 
 

@@ -21,7 +21,8 @@ __all__ = ["note_delivery", "raise_at_end", "raise_in_readers"]
 #: by `_lock`.
 _pending: dict[int, list[tuple[set[int], BaseException]]] = {}
 
-#: The errors for threads that are in a block of `raise_at_end`, by the threads' numbers. Guarded by `_lock`.
+#: The errors for threads that are in a block of `raise_at_end`, by the threads' numbers. A thread adds its own list
+#: without a lock; lists are extended and removed under `_lock`.
 _collected: dict[int, list[BaseException]] = {}
 _lock = threading.RLock()  # re-entrant: a signal handler may close a communicator while its thread holds the lock
 
@@ -30,11 +31,12 @@ _lock = threading.RLock()  # re-entrant: a signal handler may close a communicat
 def raise_at_end() -> Iterator[None]:
     """Defer errors of `raise_in_readers` in this thread to the end of a block, so that they interrupt no step of it.
 
-    An exception that the block itself raises becomes the context of the error; after a KeyboardInterrupt or SystemExit
-    the error is dropped.
+    An exception that the block itself raises becomes the context of the error; after an exception that is no
+    `Exception`, such as KeyboardInterrupt, the errors are dropped. In a nested block the end of the outermost block
+    counts.
     """
     thread = wait.number_of_this_thread()
-    if thread in _collected:  # a block within another: the outer one raises
+    if thread in _collected:  # a block within another
         yield
         return
     errors = _collected[thread] = []
@@ -56,7 +58,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
 
     A thread may have ended, or may not have been started by Python, such as torch's threads for backward passes. In
     place of such a thread the error is raised in `maker`, the thread that has made the group, or in the main thread if
-    `maker` has ended or is not known (0).
+    `maker` has ended or is not known (0). For a thread that ends during this call the main thread is the substitute.
 
     Parameters
     ----------
@@ -64,7 +66,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
         The threads that have been told of this failure: it is not raised in them. The threads in which it is raised
         are added.
     """
-    # A dummy stands for a thread that Python has not started: it may leave Python at any moment.
+    # A `_DummyThread` stands for a thread that Python has not started, which may leave Python at any moment.
     started = [each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
     known = {wait.number_of_thread(ident) for ident in started if ident is not None}  # None: a thread that starts now
     main = wait.number_of_thread(threading.main_thread().ident)
@@ -73,7 +75,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
         for ended in _pending.keys() - known:
             del _pending[ended]
     for thread in {reader if reader in known else substitute for reader in readers if reader not in informed}:
-        if not _tell(thread, error, informed):  # it has ended meanwhile
+        if not _tell(thread, error, informed):  # the thread has ended meanwhile
             _tell(main, error, informed)
 
 
@@ -91,7 +93,7 @@ def _tell(thread: int, error: BaseException, informed: set[int]) -> bool:
 
 
 def note_delivery(informed: set[int]) -> None:
-    """Note that a call raises an error in the calling thread, which is not told of the same failure again.
+    """Note that a call of ncclpy raises an error in this thread, which is then not told of the same failure again.
 
     Parameters
     ----------

@@ -25,7 +25,8 @@ cdef void pause(double waited) noexcept nogil
 ctypedef double (*Tick)(void*) noexcept nogil
 cdef double LEAVE
 
-# Wait until a stream has run dry; `tick(argument)` may end the wait.
+# Wait until a stream has run dry, and return the driver's result. `tick(argument)` may end the wait: then the result
+# is CUDA_ERROR_NOT_READY.
 cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept nogil
 
 # A wait of a communicator for a stream: the argument of its tick.
@@ -58,15 +59,17 @@ cdef int wait_for_event(CUevent event, double deadline) except? -1
 # Have the system show the calling thread by this name, of at most 15 bytes.
 cdef void name_this_thread(const char* name) noexcept nogil
 
-# The number of the calling thread. Unlike the idents of `threading`, a number is never given to a later thread.
+# The number of the calling thread; ULONG_MAX if Python does not know the thread. Unlike the idents of `threading`, a
+# number is never given to a later thread.
 cdef unsigned long this_thread() noexcept nogil
 
-# Start a thread that runs a function. Either the thread runs or this raises; no signal handler can raise in between.
+# Start a thread that runs a function. Either the thread is started or this raises; no signal handler can raise in
+# between.
 cdef int begin_thread(object function) except -1
 
-# A call that can block for long, made in a thread of its own. `wait` waits for the call while signal handlers run, and
-# returns False if the deadline passed first. In that case, and if a handler raises, the call continues, and keeps the
-# objects that it needs until it has ended.
+# A call that can block for long, made in a thread of its own. `wait` waits for the call while signal handlers run; it
+# raises the exception that the call has raised, and returns False if the deadline passed first. In that case, and if a
+# handler raises, the call continues, and keeps the objects that it needs until it has ended.
 cdef class Call:
     cdef object ended  # a lock, held until the call has returned
     cdef object failure

@@ -1,7 +1,7 @@
 """Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
 
-Every wait of the package can be ended by both. The CPU polls in slices, between which signal handlers run; a call of
-NCCL that can block for long is made in a thread of its own, for which the caller waits.
+A wait for a device polls in slices, between which signal handlers run. A call of NCCL that can block for long is made
+in a thread of its own, and the caller waits for that thread in slices.
 """
 
 import _thread
@@ -40,7 +40,8 @@ cdef extern from *:
     /* The exit status that replaces 0, see exit_with(). */
     static int ncclpy_status = 0;
 
-    /* Ends the process if such a thread still runs: destructors of NCCL and CUDA would free memory that it uses. */
+    /* Ends the process at once if such a thread still runs: destructors of NCCL and CUDA would free memory that the
+       thread uses. Also replaces the exit status 0 by ncclpy_status. */
     static void ncclpy_leave_at_once(int status, void* unused) {
       (void)unused;
       if (status == 0) status = ncclpy_status;
@@ -53,7 +54,8 @@ cdef extern from *:
       _exit(status);
     }
 
-    /* Called at the end of Python, so that this handler runs before all destructors. */
+    /* Registers ncclpy_leave_at_once. Called at the end of Python: exit handlers run in reverse order, so this one
+       runs before the destructors that were registered earlier. */
     static void ncclpy_leave_before_destructors(void) {
     #ifdef __GLIBC__
       on_exit(ncclpy_leave_at_once, NULL);
@@ -71,7 +73,8 @@ cdef extern from *:
     #include <limits.h>
 
     static unsigned long ncclpy_this_thread(void) {
-      /* The model saves a call of the loader, and ncclpy is loaded by dlopen: such variables must be few and small. */
+      /* The TLS model initial-exec saves a call of the loader. Because ncclpy is loaded by dlopen, variables of this
+         model must be few and small. */
       static __thread unsigned long number __attribute__((tls_model("initial-exec"))) = 0;
       if (__builtin_expect(number == 0, 0)) {
         PyThreadState* state = PyGILState_GetThisThreadState();
@@ -89,7 +92,8 @@ cdef extern from *:
       return state;
     }
 
-    /* A new reference, or NULL. Without the garbage collector no Python code runs here: no thread leaves its frame. */
+    /* Returns a new reference to the frame that a thread executes, or NULL. The garbage collector is off meanwhile, so
+       no finaliser runs here, and no other thread can leave its frame. */
     static PyObject* ncclpy_frame_of(unsigned long ident) {
       int was_enabled = PyGC_Disable();
       PyThreadState* state = ncclpy_find_thread(0, ident);
@@ -275,7 +279,7 @@ def set_exception(unsigned long number, object kind):
 
 
 cdef int begin_thread(object function) except -1:
-    """Start a thread in one step. The end of the process waits until every thread that was started runs.
+    """Start a thread in one step. The end of the process waits, for up to a second, until every started thread runs.
 
     When Python finalizes, it frees objects that a new thread reads first; threads that already run are stopped safely.
     """
@@ -304,7 +308,7 @@ def _end_of_process():
 
 
 def exit_with(int status):
-    """Have the process end with this status instead of 0; call it before Python ends. It needs glibc."""
+    """Have the process end with this status instead of 0; to be called before Python ends. This needs glibc."""
     global ncclpy_status
     ncclpy_status = status
 

@@ -4,12 +4,12 @@ from ncclpy.abi.driver cimport CUstream
 # Values of `View.device` besides the ordinals of devices.
 cdef enum:
     HOST_MEMORY = -1  # CPU memory: only the host engine takes it
-    UNKNOWN_DEVICE = -2  # explicit pointers, page-locked memory
+    UNKNOWN_DEVICE = -2  # explicit pointers, page-locked memory, empty arrays of __cuda_array_interface__
 
-# Values of `View.framework`: how the stream for stream=None is found. It is the current stream of the array's
-# framework, which is asked for it in one of these ways.
+# Values of `View.framework`: how the stream for stream=None is found. Mostly it is the current stream of the array's
+# framework; the value tells in which way the framework is asked for that stream.
 cdef enum:
-    NO_FRAMEWORK = 0
+    NO_FRAMEWORK = 0  # no framework is known: the legacy default stream
     EXCHANGE_API = 1
     TORCH = 2
     CUPY = 3
@@ -35,7 +35,7 @@ cdef class Buffer:
     cdef str type_name  # of a type that is sent as bytes, else None
     cdef readonly object owner
 
-    # Keep the name of a type that is sent as bytes: the table of names may drop it.
+    # Keep the name of a type that is sent as bytes, since the table of names may forget it.
     cdef int keep_name(self) except -1
     # The name of the data type.
     cdef str name(self)
@@ -44,5 +44,6 @@ cdef class Buffer:
 # Fill in a view of any object that describes memory; `argument` names the object in errors.
 cdef int read_view(object obj, View* view, str argument) except -1
 
-# Store the stream for stream=None: the framework's current stream, else the legacy default stream.
+# Store the stream for stream=None: the framework's current stream, the stream that __cuda_array_interface__ names, or
+# else the legacy default stream.
 cdef int current_stream(const View* view, int device, CUstream* out) except -1

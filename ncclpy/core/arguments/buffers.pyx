@@ -186,7 +186,7 @@ cdef object _method(object kind, str name):
 cdef inline int _read_natively(
     const ncclpy_read_tensor* tensor, _Protocol protocol, View* view, str argument
 ) except -1:
-    """Fill `view` from a tensor that the native function has read; lazy and non-contiguous tensors it has refused."""
+    """Fill `view` from what the native function has read; it refuses lazy and non-contiguous tensors."""
     cdef ElementType found
     view.framework = EXCHANGE_API if protocol.api != NULL else TORCH
     view.api = protocol.api
@@ -247,7 +247,7 @@ cdef inline int _read_exchange_api(object obj, _Protocol protocol, View* view, s
     if protocol.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
         if not protocol.torch:
             return _reraise(argument)
-        PyErr_Clear()  # `_read_torch` raises a better error
+        PyErr_Clear()  # `_read_torch` reads the tensor, or raises a better error
         return _read_torch(obj, view, argument)
     view.framework = EXCHANGE_API
     view.api = protocol.api
@@ -267,7 +267,7 @@ cdef object _lazy(str argument, str what, str which):
 
 
 cdef int _refuse_lazy(object tensor, str argument) except -1:
-    """Raise if a tensor is one of torch's lazy views. Only the slower protocols call this."""
+    """Raise if a tensor is one of torch's lazy views. Only the slower protocols, BY_TORCH and BY_DLPACK, call this."""
     for what, which in (("conjugate", "conj"), ("negative", "neg")):
         is_lazy = _method(type(tensor), f"is_{which}")
         if is_lazy is not None and is_lazy(tensor):
@@ -330,7 +330,7 @@ cdef int _read_tuple(object triple, View* view, str argument) except -1:
 
 
 cdef int _set_explicit(View* view, object pointer, object count, object dtype, str argument) except -1:
-    """Fill a view from a caller's pointer, count and data type; only types and signs can be checked."""
+    """Fill a view from a caller's pointer, count and data type; only types and ranges are checked, not the memory."""
     if not isinstance(pointer, int) or not isinstance(count, int):
         raise TypeError(
             f"{argument}: pointer and count are ints, got {type(pointer).__name__}, {type(count).__name__}"
@@ -510,7 +510,7 @@ cdef bint _takes_max_version(object obj) except -1:
 
 
 cdef int current_stream(const View* view, int device, CUstream* out) except -1:
-    """Store the stream for ``stream=None``: the framework's current stream, else the legacy default stream."""
+    """Store the stream for ``stream=None``, see the declaration."""
     cdef void* handle = NULL
     out[0] = NULL
     if view.framework == EXCHANGE_API:
@@ -529,7 +529,8 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
 cdef int _device_of_view(const View* view) except -3:
     """Return the device on which a view's memory lies, or `HOST_MEMORY`.
 
-    On the host engine all memory is `HOST_MEMORY`; elsewhere also an empty view, and memory of an unknown device.
+    On the host engine all memory counts as `HOST_MEMORY`. With NCCL an empty view does too, and so does memory on a
+    device that neither the view nor the driver knows.
     """
     if view.device == HOST_MEMORY or view.count == 0:
         return HOST_MEMORY
@@ -544,7 +545,7 @@ cdef class Buffer:
     """Buffer(pointer, count, dtype, *, device=None, owner=None)
 --
 
-Hold the pointer, count and data type of memory, checked once, so that passing the buffer costs no more checks.
+Hold the pointer, count and data type of memory, so that a call which gets the buffer need not read an array.
 
     Other libraries read it without a copy: ``torch.from_dlpack(buffer)``, ``cupy.from_dlpack(buffer)``, and, if it is
     CPU memory, ``numpy.asarray(buffer)``.
@@ -555,8 +556,8 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
         The address of the first element.
     count : int
         The number of elements of `dtype`.
-    dtype : DataType, str or numpy.dtype
-        The data type; a complex or bool numpy dtype is carried as for arrays.
+    dtype : DataType, int, str, numpy.dtype or torch.dtype
+        The data type; a type that NCCL lacks, such as bool or complex64, is carried as for arrays.
     device : int, optional
         The device on which the memory lies; by default unknown, and so not checked.
     owner : object, optional
@@ -573,7 +574,7 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
 
     @staticmethod
     def of(array):
-        """Return a buffer over an array, and keep the array alive.
+        """Return a buffer over the memory of an array; the buffer keeps the array alive.
 
         Parameters
         ----------
@@ -587,7 +588,7 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
         return buffer
 
     cdef int keep_name(self) except -1:
-        """Keep the name of a type that is sent as bytes: the table of names may drop it."""
+        """Keep the name of a type that is sent as bytes, since the table of names may forget it."""
         self.type_name = name_of(self.view.datatype, self.view.flavour) if self.view.flavour >= BYTES else None
         return 0
 
@@ -621,7 +622,7 @@ Hold the pointer, count and data type of memory, checked once, so that passing t
         return self.view.device if self.view.device >= 0 else None
 
     def __array__(self, dtype=None, copy=None):
-        """Return the memory as a numpy array of one dimension, if it is CPU memory."""
+        """Return CPU memory as a numpy array of one dimension; raise TypeError for memory of a GPU."""
         device = _device_of_view(&self.view)
         if device != HOST_MEMORY:
             raise TypeError(

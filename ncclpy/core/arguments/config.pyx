@@ -2,7 +2,8 @@
 
 The classes are plain frozen dataclasses; ``None`` in a field means "NCCL's default". `fill_config` and
 `fill_coll_config` turn an object of these classes into the newest C struct, initialised as by NCCL's own initialisers.
-The loaded NCCL would silently ignore a field that it does not know, so setting such a field raises here.
+The loaded NCCL would silently ignore a field that it does not know, so both functions raise NcclUnsupported if such a
+field is set.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ def _unsigned64(name, value):
 
 
 def _pointer(name, value):
-    # An `ncclpy.Event`, or a library's handle type, has its pointer as `handle` or as its int value.
+    # The pointer is the `handle` of an `ncclpy.Event`, or the int value of another library's handle object.
     handle = getattr(value, "handle", value)
     try:
         return _unsigned64(name, int(handle) if not isinstance(handle, (float, str, bytes, bool)) else handle)
@@ -216,6 +217,7 @@ class CollConfig(_Checked):
 
     Notes
     -----
+    A field that the loaded NCCL does not know raises `NcclUnsupported` where the configuration is used.
     The C struct is ``ncclCollConfig_t``.
     """
 

@@ -35,7 +35,8 @@ cdef int* ITEMSIZE
 cdef ElementType* OF_NUMPY
 
 # Fill in the type of a numpy dtype, of a DLPack type, of a torch.dtype, and of what a caller may pass: a `DataType`,
-# its number, a name, or a dtype of numpy or torch. `argument` names the argument in errors.
+# its number, a name, a dtype of numpy or torch, or a scalar class of numpy or Python. Raise TypeError for other
+# objects and for types without a fixed size. `argument` names the argument in errors.
 cdef int of_dtype(object dtype, ElementType* out, str argument) except -1
 cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument) except -1
 cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument) except -1
@@ -44,7 +45,8 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1
 # The name that ranks compare: in all processes the same for equal types.
 cdef str name_of(int datatype, unsigned long long flavour)
 
-# The bytes of a number as one element of a `DataType`, floats rounded to nearest.
+# The bytes of a number as one element of a `DataType`. For a float type the number is rounded to nearest; for an
+# integer type a number that the type cannot represent raises ValueError.
 cdef bytes encoded(object value, object datatype, str argument)
 
 
@@ -72,7 +74,7 @@ cdef Reader reader_of(object kind)
 cdef const DLPackExchangeAPI* exchange_api_of(object kind) except? NULL
 
 # Memory for other libraries: CPU memory as a numpy array, or any memory as a DLPack capsule. `name` is the name of the
-# data type; the result keeps a reference to `owner`, which keeps the memory alive.
+# data type; the result, unless it is an empty array, keeps a reference to `owner`, which keeps the memory alive.
 cdef object numpy_view(void* pointer, size_t nbytes, str name, bint readonly, object owner)
 
 

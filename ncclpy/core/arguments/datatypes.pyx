@@ -1,9 +1,9 @@
 """Data types of numpy, DLPack and torch as NCCL's types, and buffers in the forms that other libraries read.
 
-NCCL has twelve types. Bool is sent as uint8 and a complex number as two reals; every other type of a fixed size is
-sent as bytes, which calls that only move data accept and reductions refuse. Types that are the same to NCCL have
-different flavours, so that they are not mistaken for each other. The flavour of a type that is sent as bytes is a
-digest of its name and size: no table has to assign flavours. Ranks compare the name, which is the same in all
+NCCL has twelve types. Bool is sent as uint8, and complex64 and complex128 as two reals each; every other type of a
+fixed size is sent as bytes, which calls that only move data accept and reductions refuse. Types that are the same to
+NCCL have different flavours, so that they are not mistaken for each other. The flavour of a type that is sent as bytes
+is a digest of its name and size: no table has to assign flavours. Ranks compare the name, which is the same in all
 processes.
 
 Functions that read objects of one type natively (`read_by`) are set by modules of higher layers, since this module
@@ -77,7 +77,7 @@ cdef dict _NAMED = {
 
 @cython.final
 cdef class _Type:
-    """An `ElementType` in a dict."""
+    """Hold an `ElementType` as a Python object, for a dict."""
 
     cdef ElementType type
 
@@ -284,7 +284,7 @@ cdef bint _of_name(str name, ElementType* out) except -1:
 
 
 cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
-    """Fill in the type that a caller passes: a `DataType`, its number, a name, or a dtype of numpy or torch."""
+    """Fill in the type that a caller passes, see the declaration."""
     if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, (np.generic, bool, complex))):
         dtype = np.dtype(dtype)
         if not dtype.isnative:
@@ -302,7 +302,10 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
 
 
 cdef str name_of(int datatype, unsigned long long flavour):
-    """Return NCCL's name of a data type, or the name in the array's library if NCCL lacks the type."""
+    """Return NCCL's name of a data type, or the name in the array's library if NCCL lacks the type.
+
+    `_names` forgets the oldest types that are sent as bytes: for such a type return a text with its flavour.
+    """
     if flavour == REAL:
         return _REALS[datatype]
     if flavour == COMPLEX:
@@ -323,7 +326,11 @@ cdef dict _FLOATS = {
 
 
 cdef bytes encoded(object value, object datatype, str argument):
-    """Return a number as one element of `datatype`, floats rounded to nearest, ties to even."""
+    """Return the bytes of a number as one element of `datatype`.
+
+    For a float type round to nearest, ties to even. For an integer type raise ValueError if the type cannot represent
+    the number.
+    """
     cdef int nbytes = ITEMSIZE[<int>datatype]
     if datatype in _FLOATS:
         return _float_bits(value, *_FLOATS[datatype], <int>datatype == <int>ncclFloat8e4m3).to_bytes(nbytes, "little")
@@ -370,7 +377,7 @@ cdef dict _readers = {}
 
 
 cdef class Reader:
-    """Hold the native read function of a type; `buffers` keeps one Reader for each type that it reads."""
+    """Hold the native read function of a type, or NULL; `reader_of` makes one Reader for each type."""
 
 
 cdef Reader reader_of(object kind):
@@ -443,7 +450,7 @@ cdef object _dtype(str name):
 
 
 cdef object numpy_view(void* pointer, size_t nbytes, str name, bint readonly, object owner):
-    """Return an array over CPU memory that keeps `owner` alive."""
+    """Return an array over CPU memory that keeps `owner` alive; for no bytes an empty array without a reference."""
     cdef cnp.npy_intp extent = nbytes
     cdef cnp.ndarray array
     dtype = _dtype(name)

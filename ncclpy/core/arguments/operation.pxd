@@ -28,7 +28,7 @@ cdef enum:
 # The arguments of a call that makes a communicator. They stay on the heap until NCCL has written `new_comm`.
 cdef struct InitArgs:
     ncclConfig_t config
-    bint inherits  # no configuration was given: the parent's is inherited
+    bint inherits  # NCCL is given no configuration, so the child inherits the parent's
     ncclUniqueId id
     bint has_id
     int nranks
@@ -46,7 +46,7 @@ cdef struct InitArgs:
 cdef struct Operation:
     int kind
     int datatype
-    int op  # or the signal
+    int op  # or the signal, or the flags of a WINDOW
     int root  # or the peer: of a SENDRECV the rank that it sends to, of its `receive` the rank that sends
     const void* send
     void* recv
@@ -59,7 +59,8 @@ cdef struct Operation:
     long long sequence  # its number among the calls of its communicator, once it is made
 
 
-# Whether a kind of operation has a root or a peer, and whether it has an operator; otherwise the field is not set.
+# Whether a kind of operation has a root or a peer (`has_root`, only for kinds before WINDOW), and whether it has an
+# operator (`reduces`). If not, `root` or `op` has no meaning.
 cdef inline bint has_root(int kind) noexcept nogil:
     return (
         kind != ALL_REDUCE and kind != ALL_GATHER and kind != REDUCE_SCATTER and kind != ALL_TO_ALL
@@ -71,20 +72,21 @@ cdef inline bint reduces(int kind) noexcept nogil:
     return kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER
 
 
-# Whether a kind of operation is point to point.
+# Whether a kind of operation is a single send or receive.
 cdef inline bint is_pair(int kind) noexcept nogil:
     return kind == SEND or kind == RECV
 
 
-# A result that ncclResult_t does not have: the function table lacks the function, because NCCL is too old or the
-# process was forked.
+# A result that ncclResult_t does not have: the function table lacks the function, because NCCL is too old, the host
+# engine leaves it out, or the process was forked.
 cdef enum:
     NOT_THERE = -1
 
 # Make the call; return NOT_THERE if the table lacks the function.
 cdef ncclResult_t issue(const Operation* operation) noexcept nogil
 
-# The name of the C function for a kind of operation.
+# The name of the C function for a kind of operation. ncclGather and ncclScatter are named although the operations are
+# made of ncclSend and ncclRecv; a SENDRECV has the name ncclGroupEnd.
 cdef const char* function_of(int kind) noexcept nogil
 
 # Raise the exception for the result of a failed `issue`.

@@ -71,7 +71,7 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
 
 
 cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
-    """Make a send and a receive in a group; if NCCL refuses one, the group's end launches nothing and fails too."""
+    """Make a send and a receive in an NCCL group; if NCCL refuses one, the group launches nothing, and fails too."""
     cdef const Operation* r = o.receive
     cdef ncclResult_t result, ended
     result = nccl.ncclGroupStart()
@@ -87,9 +87,9 @@ cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
 cdef ncclResult_t _issue_rooted(const Operation* o) noexcept nogil:
     """Make the sends and receives of a gather or a scatter; if the count is 0, make none on any rank.
 
-    If the root's parts are not adjacent, the root calls `validation.lower` instead, which yields the same sends and
-    receives: the other ranks need not know which of the two the root does. Only the root has both buffers. If the root
-    works in place, it does not send to itself.
+    If the root's parts are not adjacent, the root calls `validation.lower` instead. Both ways yield the same sends and
+    receives, so the other ranks need not know which way the root takes. Only the root has both buffers; on the other
+    ranks `part` is NULL. If the root works in place, it does not send to itself.
     """
     cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
     cdef bint is_gather = o.kind == GATHER
@@ -137,7 +137,7 @@ cdef inline bint _is_accepted(ncclResult_t result) noexcept nogil:
 
 
 cdef ncclResult_t _issue_init(const Operation* o) noexcept nogil:
-    """Make a communicator, with its device current, as NCCL requires."""
+    """Make the call that makes a communicator, with the communicator's device current, as NCCL requires."""
     cdef InitArgs* args = o.init_args
     cdef CUcontext saved = NULL
     cdef ncclResult_t result = <ncclResult_t>NOT_THERE
@@ -161,7 +161,7 @@ cdef ncclResult_t _issue_init(const Operation* o) noexcept nogil:
 
 
 cdef const char* function_of(int kind) noexcept nogil:
-    """Return the name of the C function behind a kind of operation."""
+    """Return the name of the C function for a kind of operation, see the declaration."""
     if kind == ALL_REDUCE:
         return b"ncclAllReduce"
     if kind == BROADCAST:

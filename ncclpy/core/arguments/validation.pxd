@@ -47,7 +47,8 @@ cdef class Extents:
     cdef Extent first, second  # found by `clash`: two overlapping rows, at least one of them written
 
     cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1
-    # Add all memory of an operation on a communicator of `nranks` ranks.
+    # Add the memory of this rank that an operation on a communicator of `nranks` ranks uses; nothing for kinds after
+    # PUT_SIGNAL.
     cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1
     # Whether memory that one operation or part writes overlaps memory that another one uses.
     cdef bint clash(self) noexcept
@@ -62,8 +63,10 @@ cdef inline bint lie_apart(const void* one, size_t size, const void* other, size
 
 
 # Raise ValueError if the memory that an operation reads overlaps the memory that it writes, except for NCCL's in-place
-# layouts: both at the same address or, if one side has a part for each rank, the other side at this rank's part,
-# `offset` bytes from the beginning. If `offset` is negative, the rank is not known yet, and any part is accepted.
+# layouts. These are: for all_reduce, reduce and broadcast, both at the same address; for a collective in which one
+# side has a part for each rank, the other side at this rank's part, `offset` bytes from the beginning. all_to_all,
+# sendrecv and put_signal have no such layout. If `offset` is negative, the rank is not known yet, and any part is
+# accepted.
 cdef int refuse_overlap(
     int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
 ) except -1
@@ -148,23 +151,24 @@ cdef class Lowered:
 cdef bint lacks(int kind) noexcept nogil
 
 # The operations that replace a collective with parts that are not adjacent or differ in size, or a collective that the
-# loaded NCCL lacks. `sends` are the parts that go to each rank, `recvs` those that come from each rank; None if they
-# are adjacent at the operation's own pointer, `count` elements each. All ranks have operations for the same pairs of
-# ranks; those of empty parts may be left out.
+# loaded NCCL lacks. `sends` are the parts that go to each rank, `recvs` those that come from each rank; None for a
+# side on which the operation's own buffer is used whole. Both are None for an all_to_all with adjacent parts of
+# `count` elements each. In a gather or scatter only the root calls this. All ranks have operations for the same pairs
+# of ranks; those of empty parts may be left out.
 cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs)
 
-# The name of the array's data type: the one in the array's library, not NCCL's.
+# The name of the array's data type: NCCL's own name, or the one in the array's library if NCCL lacks the type.
 cdef object type_name(const View* view)
 
 # The count in the array's own elements, and the size of an element in bytes.
 cdef size_t elements(const View* view) noexcept nogil
 cdef size_t element_size(const View* view) noexcept nogil
 
-# Single rules, which raise TypeError or ValueError. `argument` and `other` name buffers in errors.
-# `read_on_device` reads a buffer and checks that a rank on `device` can reach it; `writable` that it can receive;
-# `same_type` that two have one type; `fits` that `view` holds `times` times as many elements as `unit`. `op_number`
-# returns the number of NCCL's built-in operator for a data type; `cannot_reduce` returns the error for a type that
-# NCCL cannot reduce.
+# Single rules, which raise TypeError or ValueError. `argument` and `other` name buffers in errors. `read_on_device`
+# reads a buffer and checks that a rank on `device` can reach it; `writable` that it can receive; `same_type` that two
+# have one type; `fits` that `view` holds `times` times as many elements as `unit`. `op_number` returns the number of
+# the operator with which NCCL computes `op` for the view's data type; `cannot_reduce` returns the error for a type
+# that NCCL cannot reduce.
 cdef int read_on_device(object obj, View* view, str argument, int device) except -1
 cdef int writable(const View* view, str argument) except -1
 cdef int same_type(const View* view, const View* like, str argument, str other) except -1
@@ -175,7 +179,8 @@ cdef object cannot_reduce(const View* view, str argument=*)
 
 # One function for each collective: read and check its buffers, and fill in kind, data type, pointers and count of the
 # operation. The caller fills in root or peer, operator, stream and communicator. A view is filled in if its buffer is
-# used on this rank. Return whether this rank receives: in `recv`, or in `send` if `recv` is None.
+# used on this rank. Return whether this rank receives: in `recv`, or in `send` if `recv` is None. The root of a
+# broadcast counts as a receiver too.
 cdef bint validate_all_reduce(
     Operation* o, View* s, View* r, object send, object recv, int device
 ) except -1
@@ -236,7 +241,7 @@ cdef class VectorCollective:
     cdef int device, nranks, rank
     cdef Operation operation  # with this rank's own buffer, if it has one
     cdef Parts sends  # parts that go to each rank; None if the operation's own buffer is sent whole, or nothing is
-    cdef Parts recvs  # parts that come from each rank; None if there are none
+    cdef Parts recvs  # parts that come from each rank; None if the operation's own buffer receives, or nothing does
     cdef View view  # of the first buffer that determines the stream for stream=None, or else of the first buffer
     cdef bint seen  # a buffer was read: `view` is filled in
     cdef object send, recv  # the buffers, kept alive; a list is copied to a tuple

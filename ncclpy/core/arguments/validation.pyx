@@ -1,9 +1,9 @@
 """From the buffers of a call to a checked operation: counts, parts, what must match, and which memory overlaps.
 
-Counts are in the array's own elements, and types have the names that the array's library gives them. Different types
-may be one type to NCCL (int16 and uint16 are both sent as bytes). Therefore types are compared by their flavours
-within a process, and by their names between processes. A coordinator compares the types' names and the arrays'
-shapes, which determine the counts.
+In errors and comparisons counts are in the array's own elements, and a type that NCCL lacks has the name that the
+array's library gives it. Different types may be one type to NCCL (int16 and uint16 are both sent as bytes). Therefore
+types are compared by their flavours within a process, and by their names between processes. A coordinator compares the
+types' names and the arrays' shapes, which determine the counts.
 
 NCCL checks none of this. If the memory of `send` and `recv` overlaps otherwise than in NCCL's in-place layout, or if
 two operations of one launch use the same memory and one writes it, ranks get wrong data and no error.
@@ -14,7 +14,7 @@ the root makes such a group, and only if its parts are not adjacent. Every other
 whether the root's parts are adjacent or not (see `operation`).
 
 The rules of every collective are here, for a communicator's calls and for the Manager's participants. A buffer that
-violates them raises `TypeError` or `ValueError`, with the buffer's name, before NCCL is called.
+violates them raises `TypeError`, `ValueError` or `NcclUnsupported`, with the buffer's name, before NCCL is called.
 
 Collectives with parts that differ in size or are not adjacent are checked by the same rules. In errors an element of a
 list is named by its index: ``recv[2]``.
@@ -82,7 +82,6 @@ cdef dict _NAMES = {
 }
 
 
-# One operation.
 cdef inline void _memory_of(
     const Operation* o, size_t nranks, const void** send, size_t* sent, const void** recv, size_t* received
 ) noexcept nogil:
@@ -354,7 +353,7 @@ cdef object _SUM = ReduceOp.SUM
 
 
 cdef object type_name(const View* view):
-    """Return the data type's name in the array's library."""
+    """Return NCCL's name of the data type, or the name in the array's library if NCCL lacks the type."""
     return name_of(view.datatype, view.flavour)
 
 
@@ -370,7 +369,7 @@ cdef size_t element_size(const View* view) noexcept nogil:
 
 # Single rules.
 cdef int read_on_device(object obj, View* view, str argument, int device) except -1:
-    """Read a buffer and check that a rank on `device` can reach it."""
+    """Read a buffer and check that a rank on `device` can reach it, and that the loaded NCCL has its data type."""
     read_view(obj, view, argument)
     if view.device == HOST_MEMORY:
         if not host_engine:
@@ -409,7 +408,10 @@ cdef int fits(const View* view, size_t times, const View* unit, str argument, st
 
 
 cdef int op_number(object op, const View* view, int nranks) except -1:
-    """Return the number of NCCL's built-in operator for this data type."""
+    """Return the number of the operator with which NCCL computes `op` for this data type, on `nranks` ranks.
+
+    Raise TypeError or ValueError if the type cannot be reduced, or not by this operator.
+    """
     cdef int code = as_op(op) if op is not _SUM else SUM
     if view.flavour >= BYTES:
         raise cannot_reduce(view)

@@ -34,7 +34,7 @@ cdef CUstream as_stream(object stream) except? NULL:
     if type(stream) is int:
         return _from_int(stream)
     if type(stream) is Stream:
-        return alive(<Stream>stream)
+        return stream_handle_of(<Stream>stream)
     reader = _readers.get(type(stream))
     if reader is None:
         reader = _reader_of(stream)
@@ -85,7 +85,8 @@ cdef Stream owner_of(CUstream raw):
     return _open.get(<uintptr_t>raw)
 
 
-cdef CUstream alive(Stream stream) except? NULL:
+cdef CUstream stream_handle_of(Stream stream) except? NULL:
+    """Return the CUstream of a `Stream`; raise ValueError if it is closed."""
     if stream.raw == NULL:
         raise ValueError("stream: this ncclpy.Stream is closed")
     require_driver()  # a forked child is refused here
@@ -126,11 +127,11 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
     @property
     def handle(self):
         """The `CUstream` as an int; it raises once the stream is closed."""
-        return <uintptr_t>alive(self)
+        return <uintptr_t>stream_handle_of(self)
 
     def __cuda_stream__(self):
         """Return ``(protocol version, handle)``, for other libraries."""
-        return 0, <uintptr_t>alive(self)
+        return 0, <uintptr_t>stream_handle_of(self)
 
     def synchronize(self, timeout=None):
         """Wait until everything queued so far has run (`cuStreamQuery`); signal handlers run meanwhile.
@@ -141,11 +142,13 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
             Seconds to wait. After that `NcclTimeout` is raised, and queued work continues.
         """
         cdef double limit = as_timeout(timeout)
-        waited(wait_for_stream(alive(self), deadline_after(limit)), b"cuStreamQuery", self, limit)
+        raise_unless_done(
+            wait_for_stream(stream_handle_of(self), deadline_after(limit)), b"cuStreamQuery", self, limit
+        )
 
     def is_done(self):
         """Return whether everything queued so far has run (`cuStreamQuery`)."""
-        cdef CUstream raw = alive(self)
+        cdef CUstream raw = stream_handle_of(self)
         cdef CUresult result
         with nogil:
             result = driver.cuStreamQuery(raw)
@@ -156,8 +159,8 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
 
     def wait(self, Event event not None):
         """Let work queued from now on wait for `event`; the CPU does not wait (`cuStreamWaitEvent`)."""
-        cdef CUstream raw = alive(self)
-        cdef CUevent handle = event_alive(event)
+        cdef CUstream raw = stream_handle_of(self)
+        cdef CUevent handle = event_handle_of(event)
         with nogil:
             check_driver(driver.cuStreamWaitEvent(raw, handle, CU_EVENT_WAIT_DEFAULT), b"cuStreamWaitEvent")
 
@@ -212,7 +215,8 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
         return f"<ncclpy.Stream device={self.device} {state}>"
 
 
-cdef CUevent event_alive(Event event) except? NULL:
+cdef CUevent event_handle_of(Event event) except? NULL:
+    """Return the CUevent of an `Event`; raise ValueError if it is closed."""
     if event.raw == NULL:
         raise ValueError("event: this ncclpy.Event is closed")
     require_driver()
@@ -278,7 +282,7 @@ Own a mark in a stream's order (`cuEventCreate`).
     @property
     def handle(self):
         """The `CUevent` as an int; it raises once the event is closed."""
-        return <uintptr_t>event_alive(self)
+        return <uintptr_t>event_handle_of(self)
 
     def record(self, stream=None):
         """Record the event behind what `stream` has queued so far (`cuEventRecord`).
@@ -288,7 +292,7 @@ Own a mark in a stream's order (`cuEventCreate`).
         stream : optional
             Any stream object or handle; the legacy default stream of the event's device by default.
         """
-        cdef CUevent event = event_alive(self)
+        cdef CUevent event = event_handle_of(self)
         cdef CUstream raw = NULL if stream is None else as_stream(stream)
         cdef CUresult result
         cdef CUcontext saved = enter_device(self.device)
@@ -299,7 +303,7 @@ Own a mark in a stream's order (`cuEventCreate`).
 
     def is_done(self):
         """Return whether the last record has been reached; an event never recorded is done (`cuEventQuery`)."""
-        cdef CUevent event = event_alive(self)
+        cdef CUevent event = event_handle_of(self)
         cdef CUresult result
         with nogil:
             result = driver.cuEventQuery(event)
@@ -317,7 +321,7 @@ Own a mark in a stream's order (`cuEventCreate`).
             Seconds to wait. After that `NcclTimeout` is raised, and queued work continues.
         """
         cdef double limit = as_timeout(timeout)
-        waited(wait_for_event(event_alive(self), deadline_after(limit)), b"cuEventQuery", self, limit)
+        raise_unless_done(wait_for_event(event_handle_of(self), deadline_after(limit)), b"cuEventQuery", self, limit)
 
     def elapsed_time(self, Event end not None):
         """Return the device time from this event to `end` in milliseconds (`cuEventElapsedTime`).
@@ -325,7 +329,7 @@ Own a mark in a stream's order (`cuEventCreate`).
         Both events must have been made with ``timing=True`` and be done.
         """
         cdef float milliseconds = 0
-        cdef CUevent first = event_alive(self), last = event_alive(end)
+        cdef CUevent first = event_handle_of(self), last = event_handle_of(end)
         if not self.timing or not end.timing:
             raise ValueError("elapsed_time needs events made with ncclpy.Event(timing=True)")
         with nogil:
@@ -398,7 +402,7 @@ def synchronize(device=None, timeout=None):
     require_driver()
     call.start("ncclpy-wait")
     if not call.wait(deadline_after(max(limit, _MIN_DEVICE_WAIT))):
-        waited(<int>CUDA_ERROR_NOT_READY, b"cuCtxSynchronize", f"device {call.device}", limit)
+        raise_unless_done(<int>CUDA_ERROR_NOT_READY, b"cuCtxSynchronize", f"device {call.device}", limit)
 
 
 cdef bint is_captured(CUstream stream, int device) except -1:
@@ -444,7 +448,7 @@ cdef object event_behind(CUstream stream, int device):
     return event
 
 
-cdef int waited(int result, const char* function, object what, double limit) except -1:
+cdef int raise_unless_done(int result, const char* function, object what, double limit) except -1:
     """Raise for the result of a wait unless it is a success; NcclTimeout for CUDA_ERROR_NOT_READY."""
     if result == <int>CUDA_ERROR_NOT_READY:
         raise NcclTimeout(
@@ -474,7 +478,7 @@ cdef int hold(list objects, list until, object what) except -1:
 
 
 def in_flight():
-    """Return descriptions, one line each, of the objects that NCCL or a device may still use after a wait ended early."""
+    """Return descriptions, one line each, of objects that NCCL or a device may still use after a wait ended early."""
     return [what for _, _, what in list(_held)]
 
 

@@ -75,10 +75,10 @@ class Faults:
 
     @property
     def fired(self) -> list[str]:
-        """Return the faults that have happened in the block, one line each, in order; also after the block has ended.
+        """Return the faults that have happened so far, one line each, in order; also after the block has ended.
 
-        Only those since the last inner block began or ended: each change of the plan resets the engine's list. During
-        an inner block these are the faults of the inner block's plan.
+        Each change of the plan resets the engine's list: after an inner block the list has only the faults since the
+        end of the inner block, and during an inner block it has the faults of the inner block's plan.
         """
         if self._fired is not None:
             return self._fired

@@ -221,7 +221,7 @@ class Library:
     def has(self, symbol):
         """Return whether the loaded library has a C function of NCCL, such as ``"ncclCommGrow"``.
 
-        False also for a function that ncclpy does not use, and in a process that was forked after loading.
+        Return False also for a function that ncclpy does not use, and in a process that was forked after loading.
         """
         name = symbol.encode()
         return any(row == name for row, _, present in _rows() if present)

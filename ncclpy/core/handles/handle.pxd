@@ -102,7 +102,7 @@ cdef class HookOwner:
     cdef int note_aborted(self, object handle) except -1
 
 
-# The communicators of this process that have become ready and whose handles still exist, also closed and aborted ones.
+# The communicators of this process that have become ready, also closed and aborted ones, as long as their handles exist.
 # A new `HookOwner` begins with those that are still open.
 cdef list ready_handles()
 cdef int set_hook_owner(HookOwner new) except -1

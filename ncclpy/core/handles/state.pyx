@@ -218,7 +218,7 @@ cdef void free_marks(OpEventRing* marks) noexcept nogil:
 
 
 cdef bint _grow(OpEventRing* marks) noexcept nogil:
-    """Double the ring (or make the first one); the device's context must be current. Return False on failure."""
+    """Double the ring (or make the first one); the device's context must be current. Return whether it has grown."""
     cdef size_t i, capacity = 2 * marks.capacity if marks.capacity else MIN_MARKS
     cdef Mark* ring = <Mark*>calloc(capacity, sizeof(Mark))
     if ring == NULL:

@@ -219,7 +219,7 @@ class Library:
         self.version = version
 
     def has(self, symbol):
-        """Return whether the loaded library has a C function of NCCL, such as ``"ncclCommGrow"``.
+        """Return whether the loaded library has NCCL's C function `symbol`, such as ``"ncclCommGrow"``.
 
         Return False also for a function that ncclpy does not use, and in a process that was forked after loading.
         """

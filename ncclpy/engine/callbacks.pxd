@@ -3,7 +3,8 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.locks cimport mutex_t
 
 
-# Whether a key consists of Python's own plain types only: hashing, comparing or showing it runs no code of users.
+# Whether a key consists of Python's own plain types only, with tuples nested at most `depth` deep: hashing, comparing
+# or showing such a key runs no code of users.
 cdef bint is_plain(object value, int depth=*) noexcept
 
 
@@ -17,31 +18,32 @@ cdef class LazyText:
 # A text with a key in it: a str if the key is plain, else a LazyText.
 cdef object message(str before, object key, str after)
 
-# A text with something before and after it. The text may be a LazyText.
+# The text `before + words + after`; a LazyText if `words` is one.
 cdef object enclosed(str before, object words, str after)
 
-# A text, which may be a LazyText, with another end: `cut` removes the old end from the text's last part, and `after`
-# follows.
+# A text with another end: `cut` is called with the text, or with the part behind the key of a LazyText, and returns it
+# without the old end; then `after` is appended.
 cdef object with_end(object words, cut, str after)
 
-# A copy of an error with another sentence at its end; the error itself if it has the sentence already.
+# A copy of an error with another sentence at its end; the error itself if the sentence is None or cannot be added (the
+# error has it already, or is of a class that cannot be copied here).
 cdef object with_sentence(object error, str sentence)
 
-# Add a sentence to the end of an error in place; only the caller may refer to the error.
+# Add a sentence, if that is possible, to the end of an error in place; only the caller may refer to the error.
 cdef int add_sentence(object error, str sentence) except -1
 
 # What an error says, as a str or a LazyText.
 cdef object words_of(object error)
 
 
-# Interfaces that modules above the engine implement. Each method is called with the GIL; its docstring says in which
+# Interfaces by which modules call modules above them. Each method is called with the GIL; its docstring says in which
 # thread and under which locks.
 
 
 # What the works of one launch report to.
 cdef class LaunchGroup:
-    cdef list works  # works in flight, with a reference each
-    cdef PyObject* weak_work  # address of one work in flight without a reference, or NULL
+    cdef list works  # works with a reference each; a settled work stays until all are settled
+    cdef PyObject* weak_work  # address of one further work, without a reference, or NULL
     cdef set more_weak_works  # addresses of more such works, None if there are none
 
     cdef int settled(self, object work) except -1
@@ -57,7 +59,7 @@ cdef class LaunchGroup:
 # The owner of the communicators that a launch runs on.
 cdef class LaunchOwner:
     cdef bint report_only  # a failure is only reported: nothing is aborted
-    cdef bint self_aborting  # the owner aborts the communicators itself, once the other ranks have been told, or never
+    cdef bint self_aborting  # the owner, not the launch, aborts: after the other ranks have been told of the end
     cdef int launch_done(self, LaunchGroup launch) except -1
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1
 

@@ -63,7 +63,7 @@ cdef extern from * nogil:
       errno = saved;
     }
 
-    /* Returns whether this handler was installed: it is not if the program handles or ignores the signal already. */
+    /* Installs the handler; returns 0 if the program handles or ignores the signal already. */
     static int ncclpy_take_signal(int number) {
       struct sigaction current, ours;
       if (sigaction(number, NULL, &current) != 0 || current.sa_flags & SA_SIGINFO || current.sa_handler != SIG_DFL) return 0;
@@ -87,7 +87,7 @@ cdef int _DEPTH = 4
 
 
 cdef bint is_plain(object value, int depth=_DEPTH) noexcept:
-    """Return whether a key consists of Python's own plain types only."""
+    """Return whether a key consists of Python's own plain types only, with tuples nested at most `depth` deep."""
     cdef type kind = type(value)
     if kind is str or kind is int or kind is bytes or kind is float or kind is bool or value is None:
         return True
@@ -126,7 +126,7 @@ cdef object message(str before, object key, str after):
 
 
 cdef object enclosed(str before, object words, str after):
-    """Return a text with something before and after it."""
+    """Return `before + words + after`; a `LazyText` if `words` is one."""
     cdef LazyText made, inner
     if type(words) is not LazyText:
         return before + <str>words + after
@@ -137,7 +137,7 @@ cdef object enclosed(str before, object words, str after):
 
 
 cdef object with_end(object words, cut, str after):
-    """Return a text with another end: `cut` removes the old end from the text's last part, and `after` follows."""
+    """Return a text with another end: `cut` removes the old end, behind the key if there is one; `after` follows."""
     cdef LazyText made, inner
     if type(words) is not LazyText:
         return cut(words) + after
@@ -147,7 +147,7 @@ cdef object with_end(object words, cut, str after):
     return made
 
 
-# The ends of the text of an operation that is not done in time.
+# Parts of the error of an operation that was not done in time: its last sentence, and the outcomes before that.
 ADVICE = (
     "A rank is missing or stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
     "`ncclpy trace`"
@@ -157,7 +157,10 @@ OUTCOME_ABORTED, OUTCOME_CONTINUES = "its communicator is aborted", "its communi
 
 
 def without_advice(text):
-    """Return an error's text without its advice about other ranks, for callers that know what those ranks do."""
+    """Return an error's text up to its outcome, without the advice behind that.
+
+    For callers that know what the other ranks do. A text without advice only loses its full stop.
+    """
     if text.endswith(ADVICE):
         for outcome in (OUTCOME_ABORTED, OUTCOME_CONTINUES):
             head, found, _ = text.partition(f"{outcome}. ")
@@ -174,7 +177,7 @@ def add_answer(error, sentence, states):
     error : Exception
         The error, changed in place. If its text names a key, the key's ``__repr__`` is not called.
     sentence : str
-        The sentence, which replaces the advice.
+        The sentence, which replaces the advice, or follows a text without advice.
     states : tuple of RankState, or None
         The data, for the error's ``ranks``.
     """
@@ -183,7 +186,7 @@ def add_answer(error, sentence, states):
 
 
 cdef object with_sentence(object error, str sentence):
-    """Return a copy of an error with another sentence at its end; the error itself if it has the sentence already.
+    """Return a copy of an error with another sentence at its end; the error itself if `_can_add` refuses that.
 
     Works that failed together share an error. Works with the same sentence share a copy.
     """
@@ -205,14 +208,17 @@ cdef object with_sentence(object error, str sentence):
 
 
 cdef int add_sentence(object error, str sentence) except -1:
-    """Add a sentence to the end of an error's text in place, unless the text has it already."""
+    """Add a sentence to the end of an error's text in place, if `_can_add` allows that."""
     if _can_add(error, sentence):
         error.args = (with_end(words_of(error), _without_stop, f". {sentence}"),)
     return 0
 
 
 cdef bint _can_add(object error, str sentence) except -1:
-    """Return whether a sentence can be added: the class is known, the only argument is a text without the sentence."""
+    """Return whether a sentence can be added to an error.
+
+    The class must be known, and the only argument a text without the sentence. A sentence of None is never added.
+    """
     if sentence is None or len(error.args) != 1:
         return False
     if not isinstance(error, NcclError) and type(error) not in _MISMATCH_CLASSES:
@@ -237,7 +243,7 @@ cdef object words_of(object error):
 cdef class LaunchGroup:
     """What the works of one launch share: each work reports its end here, and one that fails makes the others fail.
 
-    Called by `work` and `monitor`, implemented by `launcher`.
+    Called by `work`; implemented by `launcher` and by the coordinator's buffers.
     """
 
     cdef int settled(self, object work) except -1:
@@ -249,7 +255,7 @@ cdef class LaunchGroup:
         raise NotImplementedError
 
     cdef int fail(self, object error) except -1:
-        """Fail all works that are not done and abort their communicators.
+        """Fail all works that are not done, and have their communicators aborted if the launch's owner wants that.
 
         Called in a thread of the internal executor, under no lock: an implementation may run Python, wait for the
         Manager's lock and start threads.
@@ -257,7 +263,7 @@ cdef class LaunchGroup:
         raise NotImplementedError
 
     cdef list members(self):
-        """Return the works in flight, including those without a reference (`weak_work`, `more_weak_works`)."""
+        """Return the works of a launch in flight, settled ones and those without a reference too."""
         found = list(self.works)
         if self.weak_work != NULL:
             found.append(<object>self.weak_work)
@@ -270,7 +276,7 @@ cdef class LaunchGroup:
         return bool(self.works) or self.weak_work != NULL or bool(self.more_weak_works)
 
     cdef int hold_weakly(self, object work) except -1:
-        """Replace the reference to a work by its address, until `forget` is called. In a caller's thread."""
+        """Replace the reference to a work by its address, until `forget` is called. In a thread of the program."""
         if self.weak_work == NULL:
             self.weak_work = <PyObject*>work
         else:
@@ -292,7 +298,7 @@ cdef class LaunchGroup:
         return 0
 
     cdef object cause_of(self, object error):
-        """Return the cause of an abort; `error`, which says only that there was one, if no cause is known.
+        """Return the cause of an abort; if none is known, `error`, which only says that there was an abort.
 
         Called in any thread.
         """
@@ -317,8 +323,8 @@ cdef class LaunchOwner:
         """Let no later launch use the communicators of a failed launch: they are aborted next.
 
         If the owner's `report_only` is True, nothing is aborted, and the communicators' other operations continue. If
-        its `self_aborting` is True, the owner aborts the communicators itself, later. Return whether all works of the
-        launch were done before this call returned: then nothing is aborted.
+        its `self_aborting` is True, the owner aborts the communicators itself, later. Return True, so that the caller
+        fails and aborts nothing, if all works were done before this call returned, or an earlier end fails them.
 
         Threads and locks as for `LaunchGroup.fail`; called before the works of the launch fail.
         """
@@ -328,13 +334,13 @@ cdef class LaunchOwner:
 cdef class SetOwner:
     """What a set of communicators reports to its owner.
 
-    Called by `CommunicatorSet`, implemented by the Manager and by process groups.
+    Called by `CommunicatorSet` and its subclasses, implemented by the Manager and by process groups.
     """
 
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
         """Take over the communicators that were made; on an error, those that were made before it.
 
-        Called in the thread that has made them, or in the caller's if there is no such thread; under no lock.
+        Called in the thread that has made them; under no lock.
         """
         raise NotImplementedError
 
@@ -346,7 +352,7 @@ cdef class SetOwner:
 cdef class Awaited:
     """What a work waits for before it is launched.
 
-    Called by `work`, implemented by the Manager's gatherings and by process groups.
+    Called by `work`, implemented by the Manager's gatherings, by process groups and by the coordinator.
     """
 
     cdef str missing(self):
@@ -372,7 +378,7 @@ cdef class MonitorProxy:
         return False
 
     cdef int forget_unlaunched(self, object work) except -1:
-        """Drop a launched work from the list of works that wait for their lanes. In a caller's thread."""
+        """Drop a launched work from the list of works that wait for their lanes. In a thread of the program."""
         return 0
 
 
@@ -640,7 +646,10 @@ cdef class Executor:
         getattr(threading, "_active", {}).pop(me.thread, None)
 
     cdef void _rest(self, int seen, double seconds) noexcept nogil:
-        """Sleep until a task is queued, or for so many seconds; poll at first, and while callbacks are expected."""
+        """Sleep until a task is queued, or for so many seconds; spin at first.
+
+        Threads of `user_executor` then poll, for `poll_limit` at most, while callbacks are expected.
+        """
         cdef double began = now(), poll_began = began, moment = began
         cdef double poll_limit = _POLL if event_tell == NULL else _POLL_ON_HOST
         cdef int expected, seen_expected = load(&_expected_callbacks)
@@ -699,7 +708,7 @@ internal_executor = Executor("ncclpy-internal")
 
 
 cdef int check_executors() except -1:
-    """Do the monitor's part: let another thread lead past a task that does not return, and name slow callbacks."""
+    """Let another thread lead if a task does not return, and warn of slow callbacks; the monitor calls it."""
     global next_check
     cdef Member one
     cdef double moment = now()
@@ -835,7 +844,7 @@ os.register_at_fork(after_in_child=_forked)
 def take_signal(int number):
     """Install a handler that counts a signal and wakes `sleep_until_woken`.
 
-    Return False, with nothing installed, if the program handles or ignores the signal.
+    Return whether it was installed: it is not if the program handles or ignores the signal.
     """
     return ncclpy_take_signal(number)
 

@@ -27,11 +27,11 @@ from ncclpy.engine.recorder import dump, record_all, text_of
 from ncclpy.errors import listed, spans
 from ncclpy.ownership import ForeignFile, why_owner_untrusted
 
-# How long after a failure its dump is written: other works of the launch or group fail soon after it, and the dump
-# should show them as failed.
+# How long after a failure its dump is written if no thread waits for the dump: other works of the launch or group fail
+# soon after the first one, and the dump should show them as failed.
 _SETTLE_TIME = 0.1
 
-# Dumps after failures of operations are at least so many seconds apart.
+# A dump after a failed operation is written at least so many seconds after the previous dump.
 _MIN_INTERVAL = 1.0
 
 # How long a failing call, or the end of the process, waits for its dump.
@@ -65,8 +65,8 @@ class _Writer(FailureListener):
         self.ranks: set[int] = set()  # of this process in communicators and groups of that size
         # For each: when it is due, whether a group has ended, class and text of the error.
         self.requests: collections.deque[tuple[float, bool, str, object]] = collections.deque()
-        self.signals = callbacks.signals()  # how many SIGUSR2 were answered
-        self.written = -inf  # when the last dump was written
+        self.signals = callbacks.signals()  # the count of SIGUSR2 at the last answer
+        self.written = -inf  # when a dump was last written, or could not be
         self.path: str | None = None  # of the last dump
         self.refused: str | None = None  # why the last dump could not be written
         self.busy = self.ended = self.started = False
@@ -92,7 +92,10 @@ class _Writer(FailureListener):
         return self.start()
 
     def failed(self, error: BaseException, wait: bool, ended: bool = False) -> int:
-        """Have a dump written; with `wait`, wait for it."""
+        """Have a dump written after a failed operation, or, with `ended`, after the end of a group.
+
+        With `wait`, wait for the dump. It is not waited for if it has to be late, see `_MIN_INTERVAL`.
+        """
         moment = time.monotonic()
         due = moment if wait else moment + _SETTLE_TIME
         self.start()
@@ -103,16 +106,19 @@ class _Writer(FailureListener):
         return self.wait_for(moment) if wait else 0
 
     def due_of(self, request: tuple[float, bool, str, object]) -> float:
-        """Return when to write: at once after the end of a group, since a launcher may kill the process soon."""
+        """Return when to write the dump of a request.
+
+        After the end of a group `_MIN_INTERVAL` does not hold, since a launcher may kill the process soon.
+        """
         due = request[0]
         return due if request[1] else max(due, self.written + _MIN_INTERVAL)
 
     def finish(self) -> int:
-        """Wait for the dumps of all failures so far."""
+        """Wait for the dumps of all failures so far, for `_PATIENCE` at most."""
         return self.wait_for(inf)
 
     def wait_for(self, latest: float) -> int:
-        """Wait until no dump is being written and none due by `latest` is left, or for `_PATIENCE`."""
+        """Wait until no dump is being written and none due by `latest` is left, for `_PATIENCE` at most."""
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end and self.thread.is_alive():
             seen = callbacks.wakeup_count()
@@ -122,7 +128,7 @@ class _Writer(FailureListener):
         return 0
 
     def end(self) -> None:
-        """Write at exit what is due later, and end the thread."""
+        """Have the thread write at exit what is due later, and end; wait for that, for `_PATIENCE` at most."""
         self.ended = True
         callbacks.wake_all()
         if self.thread.is_alive():
@@ -147,7 +153,7 @@ class _Writer(FailureListener):
                 callbacks.sleep_until_woken(seen, pause)
 
     def take(self) -> str | None:
-        """Remove the requests that are due; return the reason of the first, which causes the others."""
+        """Remove the requests that are due, at exit all; return the first one's reason, which causes the others."""
         moment, reason = time.monotonic(), None
         for _ in range(len(self.requests)):
             request = self.requests.popleft()

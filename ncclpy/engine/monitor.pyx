@@ -1,6 +1,6 @@
 """The monitor: one thread of the process that completes works.
 
-It sleeps until a lane hands over launched works, then queries their events, in order on each stream, without the GIL.
+It sleeps until launched works are handed over, and then queries their events without the GIL.
 It takes the GIL to complete works, to check communicators and deadlines at intervals, and for timers. With the GIL it
 is in a quiet stretch: it runs compiled code only, so that no code of users can block it. Executors (`callbacks`) run
 callbacks, make errors, run timers and drop what may be the last reference to a buffer.
@@ -44,8 +44,8 @@ from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
 
 
-# How long completed works without a sleeping thread or a callback may wait for more to complete: each time that the
-# monitor takes the GIL delays the threads that use it.
+# How long completed works without a sleeping thread or a callback may wait for more works to complete: whenever the
+# monitor takes the GIL, it delays the threads that run Python.
 cdef double _COLLECT_TIME = 200e-6
 
 # How many works at the front of a stream are checked for waiting threads and callbacks.
@@ -70,7 +70,7 @@ cdef bint is_urgent(const Watched* one) noexcept nogil:
 
 
 cdef bint is_any_awaited(StreamMap* streams) noexcept nogil:
-    """Return whether a thread or a callback waits for a work in flight."""
+    """Return whether a work of a stream `is_urgent`; of each stream `_is_stream_awaited` checks some works."""
     cdef StreamMap.iterator it = streams.begin()
     while it != streams.end():
         if _is_stream_awaited(&dereference(it).second, _MAX_CHECKED):
@@ -80,7 +80,7 @@ cdef bint is_any_awaited(StreamMap* streams) noexcept nogil:
 
 
 cdef bint _is_stream_awaited(StreamWorks* stream, size_t most) noexcept nogil:
-    """Return whether a thread or a callback waits for the last work of a stream, or for one of `most` at its front."""
+    """Return whether the last work of a stream, or one of the first `most`, `is_urgent`."""
     cdef size_t i
     for i in range(min(most, stream.works.size())):
         if is_urgent(&stream.works[i]):
@@ -89,7 +89,7 @@ cdef bint _is_stream_awaited(StreamWorks* stream, size_t most) noexcept nogil:
 
 
 cdef bint _is_deferred(StreamWorks* stream, double moment) noexcept nogil:
-    """Return whether to query a stream of the host engine later.
+    """Return whether to query a stream of the host engine later: its first work is recent, and no thread waits for it.
 
     A query makes the engine run the stream in a worker thread, although a waiting caller could run the work itself.
     """
@@ -103,11 +103,12 @@ cdef void _wake(void* nothing) noexcept nogil:
 
 
 cdef double request_wakeup(StreamMap* streams, double moment) noexcept nogil:
-    """Have the host engine wake the monitor at the end of works, since polling uses the cores that run the operations.
+    """Have the host engine wake the monitor at the end of works.
 
     On each stream the engine wakes the monitor at the end of the first work that `is_urgent`, else of the last work:
-    each check takes a core from the threads that run the operations, for which all ranks wait. A work for which a
-    thread sleeps in the engine is not reported, since that thread completes the work.
+    polling, or a check at the end of each work, would take a core from the threads that run the operations, for which
+    all ranks wait. A work for which a thread sleeps in the engine is not reported, since that thread completes the
+    work.
 
     Return the moment by which the monitor must check again.
     """
@@ -136,6 +137,7 @@ cdef double request_wakeup(StreamMap* streams, double moment) noexcept nogil:
 cdef Watched* _work_to_report(StreamWorks* stream) noexcept nogil:
     """Return the first work that `is_urgent` and has no thread asleep in the engine; else the last work.
 
+    Only `_MAX_CHECKED` works at the front are searched.
     Instead of the last work return NULL if the engine reports a work already, or if a thread sleeps in the engine
     until the last work has ended.
     """
@@ -153,9 +155,10 @@ cdef bint has_callbacks(const Watched* one) noexcept nogil:
 
 
 cdef size_t ended_of(StreamWorks* stream, CUresult* result) noexcept nogil:
-    """Return how many works at the front of a stream are known to have ended, with the result of the first.
+    """Return how many works at the front of a stream are known to have ended; store the result of the first's query.
 
-    Works of one stream end in order, so a binary search needs few queries: each delays a thread that launches.
+    A work with a failed query counts as ended. On GPUs a binary search finds the number, since works of one stream end
+    in order: each query delays a thread that launches.
     """
     cdef Watched* first = &stream.works.front()
     cdef size_t ended = 0, runs = stream.works.size(), middle
@@ -188,8 +191,8 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are checked while works are in flight.
 cdef double _ROUND = 0.02
 
-# A work that was not launched because an earlier call failed is ended by the error of that call; if not within this
-# time, it fails by itself.
+# A work that was not launched because an earlier call failed gets the error of that call. If it has not got that error
+# within this time, it fails with an error of its own.
 cdef double _CAUSE_PATIENCE = 4.0
 
 # On GPUs, how long a completed work that no thread awaits may wait while launches follow each other faster than
@@ -206,7 +209,7 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 # How long the process's exit waits for this thread.
 _PATIENCE = 2.0
 
-# What lanes hand over. The mutex guards it.
+# What threads hand over that have made the calls of works. The mutex guards it.
 cdef struct Inbox:
     mutex_t mutex
     vector[Watched] works
@@ -233,7 +236,7 @@ cdef struct Shared:
 # What the monitor has yet to do with the GIL. The GIL guards it.
 @cython.final
 cdef class _Agenda:
-    cdef object unlaunched  # works with a deadline that were not launched, in launch order
+    cdef object unlaunched  # works with a deadline that may not be launched yet, in launch order
     cdef double soonest  # no later than the first deadline among them
     cdef list timers
     cdef long long timers_made
@@ -310,7 +313,7 @@ cdef int ensure_running(int device=-1) except -1:
 
 
 cdef int await_launch(Work work) except -1:
-    """Fail a work at its deadline even if its lane is stuck in a call of NCCL."""
+    """Have a work fail at its deadline even if its lane is stuck in a call of NCCL by then."""
     _agenda.unlaunched.append(work)
     if work.limit < _agenda.soonest:
         _agenda.soonest = work.limit
@@ -471,7 +474,7 @@ cdef void _watch(double next_round) noexcept nogil:
 
 
 cdef bint _launches_fast(int seen) noexcept nogil:
-    """Return whether launches follow each other fast, judged by those since the inbox was last emptied."""
+    """Return whether launches follow each other fast: about as many as wake-ups since the inbox was last emptied."""
     cdef int launches = seen - _watching.seen_wakeups
     return launches > _TOO_FEW_LAUNCHES and now() - _watching.emptied_at < launches * _FAST_LAUNCH_INTERVAL
 
@@ -557,7 +560,10 @@ cdef int _complete() except -1:
 
 
 cdef int _end(Watched* watched) except -1:
-    """Settle a work that lane and device are done with, or have it fail; drop the reference to it."""
+    """Settle a work that lane and device are done with, or have it fail; drop the reference to it.
+
+    A work whose end may be no success is kept in `unsettled`, to be checked again.
+    """
     cdef Work work = <Work>watched.work
     if work.dropped_by_monitor:
         work.dropped_by_monitor = False
@@ -604,7 +610,7 @@ cdef int _check_unsettled() except -1:
     unsettled, _agenda.unsettled = _agenda.unsettled, []
     for work in unsettled:
         if not work.is_settled():
-            # Nothing but `failing` shows here that a launch has failed: its work must not be settled as a success.
+            # A work of a failed launch must not be settled as a success: here only `failing` shows the failure.
             if work.failing != NOT_FAILING or (not _check_health(work) and work.is_doubted()):
                 _agenda.unsettled.append(work)
                 continue
@@ -694,7 +700,7 @@ cdef bint _is_passed(CUevent event) noexcept:
 
 
 cdef int _check_lanes() except -1:
-    """Forget works that their lanes have launched; fail those overdue because NCCL does not return."""
+    """Forget works that were launched or settled; have the overdue ones fail, for which NCCL has not returned."""
     cdef Work work
     cdef double moment = now()
     while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
@@ -734,7 +740,10 @@ cdef int _check_health(Work work) except -1:
 
 @atexit.register
 def _end_of_process():
-    """End the thread before the interpreter ends; works in flight are left to the end of the process."""
+    """End the thread before the interpreter ends; do not wait for works in flight.
+
+    A thread that still waits for a work does the monitor's part itself, see `_Proxy`.
+    """
     if _agenda.thread is None:
         return
     _shared.stop = True

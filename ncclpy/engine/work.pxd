@@ -135,7 +135,7 @@ cdef struct Watched:
 # If the monitor's thread has ended, do its work, but run no callbacks; return whether the thread has ended.
 cdef int run_monitor_inline() except -1
 
-# What a thread that waits for other threads' works does between two checks.
+# Let callbacks, the monitor and signal handlers run briefly, between two checks of works of other threads.
 cdef int yield_to_others() except -1
 
 

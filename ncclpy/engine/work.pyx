@@ -168,7 +168,7 @@ cdef bint follows_a_failure(Work work, const Watched* watched) noexcept:
 
 
 cdef int start_failing(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail, by its launch (`watched`), its communicator (`result`) or, without either, its deadline."""
+    """Have a work fail because of its launch (`watched`), its communicator (aborted, or `result`) or its deadline."""
     task = failing_task(work, watched, result)
     if task is not None:
         internal_executor.submit(task)
@@ -355,10 +355,10 @@ cdef class Work:
 
 What an asynchronous operation returns.
 
-    A work is pending, launched, and then completed or failed. Until it is done it keeps the buffers and the
-    communicator of the operation alive. Waiting for it never holds the GIL. A work that was captured into a CUDA graph
-    keeps nothing and never ends: its operation runs at each launch of the graph. For type checkers it is generic: the
-    `result` of a ``Work[T]`` is a ``T``.
+    A work is pending, launched, and then completed or failed. Until it is done it keeps the communicator and the
+    buffers of the operation alive; `synchronize` may release the buffers earlier. Waiting for it never holds the GIL.
+    A work that was captured into a CUDA graph keeps nothing and never ends: its operation runs at each launch of the
+    graph. For type checkers it is generic: the `result` of a ``Work[T]`` is a ``T``.
 
     Attributes
     ----------
@@ -485,7 +485,7 @@ What an asynchronous operation returns.
         launch = self.launch
         if launch is not None:
             launch.hold_weakly(self)
-            if self.launch is not launch:  # it was settled meanwhile
+            if self.launch is not launch:  # `let_go` has run meanwhile: no other call would forget the address
                 launch.forget(self)
         callbacks.monitor_proxy.forget_unlaunched(self)
         if not self.over:  # else the monitor itself has just dropped its reference
@@ -496,7 +496,8 @@ What an asynchronous operation returns.
         return 0
 
     def __del__(self):
-        # The last reference to a work in flight was dropped: give it back to the monitor, but release its result.
+        # The last reference to a work in flight was dropped: give it back to the monitor. Release its result, if no
+        # callback can ask for it.
         if self.dropped_by_monitor:
             self.dropped_by_monitor = False
             Py_INCREF(self)
@@ -557,9 +558,9 @@ What an asynchronous operation returns.
         Returns
         -------
         bool or None
-            False while it waits for its launch, for its input, or for operations before it on its stream. None once
-            it is launched, unless ``timing=True`` was given: only that records an event before the operation. True
-            when it has completed, in any case.
+            False while it waits for its launch, for its input, or for operations before it on its stream, and if it
+            failed before its launch. None once it is launched, unless ``timing=True`` was given: only that records an
+            event before the operation. True when it has completed, in any case.
         """
         cdef CUresult result
         cdef CUstreamCaptureMode mode
@@ -618,7 +619,7 @@ What an asynchronous operation returns.
         return handle is not None and (handle.fenced or handle.trust == FENCED)
 
     cdef bint _healthy(self) except -1:
-        """Return whether NCCL reports no error; if it does, the monitor makes the work fail."""
+        """Return whether NCCL reports no error; if NCCL reports one, the monitor has the work fail."""
         cdef Handle handle = self.handle
         return handle is None or handle.peek() == 0
 
@@ -676,7 +677,7 @@ What an asynchronous operation returns.
         return True
 
     cdef int _poll_device(self, double until, double pause) except -1:
-        """Query the device until it is done, until the work is settled, or until a moment."""
+        """Query the device, `pause` seconds apart, until it is done, the work is settled, or a moment has come."""
         cdef CUstreamCaptureMode mode
         cdef double moment, last
         with nogil:
@@ -701,7 +702,8 @@ What an asynchronous operation returns.
             ended = self._wait_for(COMPLETED, deadline_after(seconds))
         finally:
             self.waiter = 0  # from here on this thread may read by a stream
-        # A fence: the readers in which the error is raised may have been noted while this thread was still a waiter.
+        # If the communicator is fenced, threads that read by a stream may have been noted before `waiter` was reset:
+        # then no error is raised in this thread, so it waits for the error here.
         if not ended and self._is_fenced():
             ended = self._wait_for(COMPLETED, deadline_after(_END_TIMEOUT))
         if not ended:
@@ -720,15 +722,15 @@ What an asynchronous operation returns.
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. After that `NcclTimeout` is raised and the operation continues: only its own
-            timeout ends an operation.
+            Seconds to wait. After that `NcclTimeout` is raised and the operation continues: only its own timeout
+            ends an operation. While its communicator is being aborted, the wait lasts longer, to raise that error.
 
         Raises
         ------
         NcclTimeout
             If it is not done in time.
         NcclError, ValueError
-            The failure of the operation.
+            The failure of the operation; a ValueError also if it was captured.
         """
         self._wait_until_ended(timeout)
         if self.error is not None:
@@ -740,12 +742,14 @@ What an asynchronous operation returns.
         return self.output if self.maker is None else self.maker()
 
     def exception(self, timeout=None):
-        """Wait until the operation is done and return its error; None if it has succeeded."""
+        """Wait as `wait` does and return the operation's error instead of raising it; None if it has succeeded."""
         self._wait_until_ended(timeout)
         return self.failure()
 
     def synchronize(self, stream=None):
         """Let a stream wait for the operation; the CPU waits only until it is launched.
+
+        If the operation has failed, its error is raised; if its communicator is being aborted, after a wait for that.
 
         If the operation itself has waited for this stream (its `producer`), and its arrays are reused in stream order
         (torch, CuPy, arrays that name their stream), the work releases them here: memory freed on that stream is
@@ -770,7 +774,8 @@ What an asynchronous operation returns.
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
             self._note_reader(this_thread())
-            # A fence: the readers in which the error is raised may have been noted without this thread.
+            # If the communicator is fenced, threads that read by a stream may have been noted before this thread was:
+            # then no error is raised in it, so it waits for the error here.
             if self.error is not None or self._is_fenced():
                 self._wait_until_ended(None)
                 if self.error is not None:
@@ -819,9 +824,10 @@ What an asynchronous operation returns.
         return self.seconds if self.seconds >= 0 else None
 
     def add_done_callback(self, callback):
-        """Call ``callback(work)`` when the operation is done, at once if it is.
+        """Call ``callback(work)`` when the operation is done; at once, in the calling thread, if it is done already.
 
-        It runs in a thread for callbacks, under no lock of ncclpy; an exception in it goes to `sys.unraisablehook`.
+        Otherwise it runs in a thread for callbacks. No lock of ncclpy is held; an exception goes to
+        `sys.unraisablehook`.
         The callbacks of one work run in the order in which they were added. Those of several works begin in the order
         in which the works were done, one after the other; if one waits or is slow, the next ones begin in another
         thread. So a callback may wait for anything. One that has run for 5 s is named in a warning of the logger

@@ -77,7 +77,8 @@ class KnownGroup(GroupInfo):
         self.made = monotonic()
         self.ended: float | None = None
         self._error: tuple[str, object] | None = None
-        #: How far the clock of rank 0 is ahead of this process's; None in rank 0's process, or if it was not measured.
+        #: By how much rank 0's clock is ahead of this process's, see `process_group.clocks`; None in rank 0's process,
+        #: and if that was not measured.
         self.clock: dict[str, Any] | None = None
 
     def failed(self, error: BaseException) -> None:

@@ -1,8 +1,8 @@
-// Lanes: first-in-first-out threads that make the calls of launches, and the order of launches, the same on all lanes.
+// Lanes: threads with first-in-first-out queues that make the calls of launches. All lanes keep one order of launches.
 //
-// A lane's thread never takes the GIL, so the lane never waits for Python code, nor Python code for the lane. A thread
-// that wants to make the calls of a launch itself borrows the lanes at the launch's place in the order: jobs that are
-// pushed before it gives the lanes back wait.
+// A lane's thread never takes the GIL, so it never waits for Python code. A thread that wants to make the calls of a
+// launch itself borrows the lanes at the launch's place in the order; jobs that are pushed meanwhile wait until the
+// thread gives the lanes back.
 #pragma once
 
 #include <pthread.h>

@@ -86,7 +86,8 @@ cdef class Launch(LaunchGroup):
 # An empty launch on communicators of this owner.
 cdef Launch new_launch(LaunchOwner owner)
 
-# Make the calls of a launch for which this thread has borrowed lanes; do nothing for None. The caller holds no lock.
+# Make the calls of a launch for which this thread has borrowed lanes, or pass them to a lane if another thread holds a
+# communicator; do nothing for None. The caller holds no lock.
 cdef void launch_here(Launch launch) noexcept
 
 # Divide parts, sorted by lane, into batches; store the job and the lane of each, and return how many there are.

@@ -68,7 +68,7 @@ cdef extern from "sched.h" nogil:
 # an idle core can take 200 us.
 cdef double _SPIN = 50e-6
 cdef double _LONG_SPIN = 500e-6
-cdef int _CORES_PER_LANE = 4  # cores for each lane
+cdef int _CORES_PER_LANE = 4  # with so many cores for each lane, lanes spin for _LONG_SPIN
 cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; never freed
 
 
@@ -281,7 +281,7 @@ cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
 cdef bint _run_unless_failed(Batch* batch, CUcontext current, double until) noexcept nogil:
     """Run a batch of parts with works, unless an earlier call on one of its communicators has failed.
 
-    Such a communicator is aborted next; until then, further calls on it would match other ranks' wrong calls.
+    NCCL would match further calls on such a communicator with other ranks' wrong calls. Most owners abort it next.
     """
     cdef size_t i
     for i in range(batch.count):
@@ -311,7 +311,7 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
 
 
 cdef void launch_here(Launch launch) noexcept:
-    """Make the calls in this thread, in the lanes' place in the order; keep the thread's current context.
+    """Make the calls in this thread, at the launch's place in the order; keep the thread's current context.
 
     No Python may run before the lanes are given back: other launches wait for them.
     """
@@ -399,7 +399,7 @@ cdef class Launch(LaunchGroup):
         return 0
 
     cdef Part* _append_part(self, Handle handle, const Operation* operation, CUevent ready) except NULL:
-        """Append a part and return it, filled in but for its work and events."""
+        """Append a part and return it, without its work and without the events `began` and `done`."""
         cdef Part* part
         cdef Part* grown
         cdef size_t capacity
@@ -421,7 +421,7 @@ cdef class Launch(LaunchGroup):
         return part
 
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1:
-        """Add an operation without a work of its own: the next operation on this communicator has one for both."""
+        """Add an operation without a work: its work is that of the operation which `add` adds next for this rank."""
         self._append_part(handle, operation, ready)
         return 0
 
@@ -495,7 +495,7 @@ cdef class Launch(LaunchGroup):
         return 0
 
     cdef int end(self, object error) except -1:
-        """Fail all works with one error, and do nothing more."""
+        """Fail all works with one error; report nothing to the owner and abort nothing."""
         cdef Work work
         self.failing = True
         for work in self.members():
@@ -503,7 +503,10 @@ cdef class Launch(LaunchGroup):
         return 0
 
     cdef int fail(self, object error) except -1:
-        """Fail all works with one error and abort their communicators: other operations wait for the failed one."""
+        """Fail all works with one error and abort their communicators: other operations wait for the failed one.
+
+        Nothing is aborted here if the owner is `report_only` or `self_aborting`.
+        """
         cdef size_t i
         cdef LaunchOwner owner = self.owner
         handles = {}
@@ -561,7 +564,7 @@ cdef int _before(const Part* a, const Part* b, bint by_lane) except -1:
 
 
 def abort_in_background(handles, reason, others=()):
-    """Abort communicators together in a thread of their own.
+    """Abort communicators together in a thread of their own; in the calling thread if none can be started.
 
     Parameters
     ----------
@@ -816,7 +819,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return 0
 
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
-        """Remove the set from the owner's cache: its communicators are aborted, and the next use makes new ones."""
+        """Remove the set, which is aborted next, from its owner's cache; fail its other launches with a new error."""
         self.owner.set_lost(self)
         failure = peer_error_class(type(error).__name__)(
             enclosed("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
@@ -856,7 +859,7 @@ cdef class CommunicatorSet(LaunchOwner):
         return comms or list(self.begun)
 
     def close(self):
-        """Close the communicators; nothing may run on them."""
+        """Close the communicators, on which nothing may run; abort them if that takes too long."""
         self.state = GONE
         comms, self.comms, self.kept = self.comms, [], None
         # ncclCommDestroy may wait for the other ranks, so each is closed in a thread of its own.
@@ -875,7 +878,7 @@ cdef unsigned long long signature_of(const Operation* o) noexcept:
     while nbytes:
         nbytes >>= 1
         size += 1
-    # Bits: 0 to 4 kind, 5 to 11 size, 12 to 16 type, 17 to 24 operator, 31 always 1 (0 is a free place), 32 on root.
+    # Bits: 0 to 4 kind, 5 to 11 size, 12 to 16 type, 17 to 24 operator, 31 set (0 is a free place), 32 to 63 root.
     return (
         1ULL << 31 | o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
         | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>root << 32

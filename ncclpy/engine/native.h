@@ -28,7 +28,7 @@ static inline double ncclpy_now(void) {
   return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* Sleeps while *word is `value`, for at most so many seconds. */
+/* Sleeps while *word is `value`, for at most so many seconds and an hour; may return earlier, after a signal. */
 static inline void ncclpy_sleep_on(int* word, int value, double seconds) {
   struct timespec t;
   if (seconds <= 0) return;
@@ -53,7 +53,8 @@ static inline void ncclpy_relax(void) {
 /* Lets this thread's sleeps end within a microsecond of their time; by default the kernel adds up to 50 us to each. */
 static inline void ncclpy_sharp_timers(void) { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
 
-/* A job for a lane (lanes.hpp); the pushing thread owns it again once `run` has returned. */
+/* A job for a lane (lanes.hpp). The lane does not use the job after it has called `run`, since `run` lets other
+   threads free or push the job again. */
 typedef struct ncclpy_job {
   struct ncclpy_job* next;
   void (*run)(struct ncclpy_job*);

@@ -1,5 +1,6 @@
-/* The operations that a rank has begun in a process group and not finished, and the one that it has finished last.
-   Written under the GIL; read by threads without the GIL, which never wait for a writer.
+/* The operations that a rank has begun and not finished in a process group, or on a communicator of a Manager with a
+   store, and the one that it has finished last. Written under the GIL; read by threads without the GIL, which never
+   wait for a writer.
 
    Operations in flight are a list of notes, in the order in which they have begun. The version is a sequence lock: it
    is odd during a write, and a reader that sees an odd version, or a changed one after reading, reads again. Notes are

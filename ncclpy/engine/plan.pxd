@@ -72,7 +72,7 @@ cdef class Graph:
     cdef bint launching  # a thread is in launch(); changed with the GIL
     cdef object __weakref__
 
-    # Capture every device's operations on a stream.
+    # Capture each device's operations, on a private stream, as a graph.
     cdef int capture(self, Recorded plan) except -1
     cdef int _begin_marks(self, Recorded plan) except -1
     cdef int _end_marks(self) except -1

@@ -91,7 +91,7 @@ cdef class Recorded:
         if group.count == 0:
             self.recorded = True
             return 0
-        check_together(group.handles, None)  # not at a launch: its threads may each have a part of the group only
+        check_together(group.handles, None)  # here, since each thread of a launch may have only a part of the group
         check_memory(group)
         self.held = []
         self.handles = list(group.handles)
@@ -166,7 +166,10 @@ cdef class Recorded:
         return 0
 
     cdef int take_turn(self, str what, double limit) except -1:
-        """Take the plan's mutex. If another thread's launch holds it past the deadline, end both launches."""
+        """Take the plan's mutex.
+
+        If another thread's launch holds it past the deadline, or a signal handler raises, end both launches and raise.
+        """
         cdef double deadline, begun = now()
         cdef Handle handle
         cdef bint taken
@@ -219,7 +222,7 @@ cdef void _run_plan(ncclpy_job* job) noexcept nogil:
         wake(remaining)
 
 
-# How long an abort waits for a launch in progress before it destroys the plan's graphs.
+# How long an abort waits for a graph's launch in progress. A graph with a launch that takes longer is not destroyed.
 cdef double _PATIENCE = 0.2
 
 
@@ -244,7 +247,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         raise TypeError("a Graph is made by Plan.capture()")
 
     cdef int capture(self, Recorded plan) except -1:
-        """Capture every device's operations on a stream."""
+        """Capture each device's operations, on a private stream, as a graph."""
         cdef Handle handle
         cdef Replay* replay
         cdef Stream private
@@ -344,7 +347,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         return 0
 
     def _let_go(self):
-        """Destroy the graphs for an abort, which waits for this call; launches in progress get `_PATIENCE` to end."""
+        """Destroy the graphs for an abort or a close, which waits for this call, but not longer than `_PATIENCE`."""
         self._close(now() + _PATIENCE)
 
     def launch(self):
@@ -394,7 +397,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
 
     @property
     def closed(self):
-        """Whether `close` was called."""
+        """Whether `close` was called, or a communicator of the plan was closed or aborted."""
         return self.plan is None
 
     def close(self):
@@ -402,7 +405,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         self._close(FOREVER)
 
     cdef int _close(self, double deadline) except -1:
-        """Destroy the graphs once no launch of them is in progress.
+        """Destroy the graphs once no launch of them is in progress; leave them if that is not so by the deadline.
 
         It does not take the plan's mutex: a launch of the plan holds the mutex, and may be stuck until an abort ends
         the launch.
@@ -601,10 +604,10 @@ Record a group of operations once and launch it many times.
         Raises
         ------
         ValueError
-            If nothing was recorded by `record`, or one of its communicators or streams was closed.
+            If `record` was not used, or a communicator, stream, window or custom operator of the plan was closed.
         NcclTimeout
             If a communicator was late. Before it is raised, all late communicators are aborted and all others waited
-            for; other errors are in its notes.
+            for; other errors are in its notes. Also if another thread's launch of this plan has not returned in time.
         NcclAborted
             If one of its communicators was aborted.
         """

@@ -55,7 +55,7 @@ cdef struct Source:  # see bootstrap/native/publisher.hpp
     size_t (*tell)(void* what, char* at, size_t space, size_t* lasting) noexcept nogil
 
 
-# What a rank has begun and finished in one process group.
+# What a rank has begun and finished in one process group, or on one communicator of a Manager with a store.
 cdef class OpLog:
     cdef ncclpy_oplog* oplog
     cdef Source publisher_source
@@ -101,7 +101,7 @@ cdef class Entry:
     cdef object code  # of the calling Python function, None without one; `at` is the position in it
     cdef int at
     cdef object error  # a str, or a LazyText
-    cdef ncclpy_oplog* oplog  # of the process group in which it is noted; NULL elsewhere
+    cdef ncclpy_oplog* oplog  # the operation log in which it is noted, or NULL
     cdef ncclpy_note* noted  # its note in `oplog`, until it has ended
 
     cdef int note(self, ncclpy_oplog* oplog) except -1

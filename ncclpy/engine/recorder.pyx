@@ -146,7 +146,7 @@ cdef int _write_moment(char* at, size_t space, const char* name, double moment) 
 cdef size_t _write_status(void* oplog, char* at, size_t space, size_t* lasting) noexcept nogil:
     """Write a status as JSON without the closing brace, and return its length; 0 if it cannot be read.
 
-    The first `lasting` bytes change only if the rank makes progress.
+    The first `lasting` bytes change only if the rank makes progress. A space of less than `_STATUS_BYTES` gives 0 too.
     """
     cdef ncclpy_status found
     cdef timespec wall
@@ -173,7 +173,10 @@ cdef size_t _write_status(void* oplog, char* at, size_t space, size_t* lasting) 
 
 
 cdef class OpLog:
-    """What this rank has begun in one process group and not finished, and what it has finished last."""
+    """What a rank has begun and not finished, and what it has finished last.
+
+    In one process group, or on one communicator of a Manager with a store.
+    """
 
     def __cinit__(self):
         self.oplog = ncclpy_oplog_new()
@@ -252,7 +255,7 @@ cdef class Entry:
             ncclpy_oplog_leave(self.oplog)
 
     cdef int note(self, ncclpy_oplog* oplog) except -1:
-        """Note the operation in a process group's operation log, with its present values."""
+        """Note the operation in an operation log, with its present values; do nothing if it was noted before."""
         cdef ncclpy_op what
         if self.oplog != NULL:
             return 0
@@ -359,8 +362,9 @@ cdef Entry new_entry():
 
 
 cdef int note_site(Entry entry) except -1:
-    """Note the innermost line of this thread's Python code outside ncclpy, torch and cupyx.
+    """Note the innermost line of this thread's Python code outside ncclpy, torch and cupyx, if there is one.
 
+    The search ends after `_MAX_FRAMES` frames of these packages, with the frame that called them, whichever it is.
     It runs no Python code. It keeps the code object and no frame, since frames keep the user's arrays.
     """
     cdef PyObject* found = ncclpy_frame()
@@ -570,7 +574,7 @@ def snapshot(reason=None):
 
 
 def clock_id():
-    """Return the identity of the monotonic clock: processes with the same identity share one clock."""
+    """Return the identity of the monotonic clock, which processes with the same identity share; None if not known."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

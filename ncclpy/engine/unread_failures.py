@@ -22,17 +22,18 @@ __all__ = ["EXIT_CODE", "forget_failures", "note_failures"]
 
 #: The exit status of a process that ends because operations have failed.
 EXIT_CODE = 70
-#: The exit status instead of 0, once Python ends.
+#: `EXIT_CODE` once `_end_of_process` has found undelivered errors; 0 before that, and without such errors.
 exit_code = 0
 #: How many failures are kept: a program that ignores them may run for long.
 _MAX_KEPT = 32
 
-#: By the ids of the lists of errors. Each change is one step under the GIL: a signal handler may close a group.
+#: What has failed, and the list of its errors; by the id of that list. Each change is one step under the GIL, since a
+#: signal handler may close a group during it.
 _noted: dict[int, tuple[str, Sequence[BaseException]]] = {}
 
 
 def note_failures(name: str, errors: Sequence[BaseException]) -> None:
-    """Note the errors of operations that have failed together.
+    """Note the errors of operations that have failed together; ignore them if `_MAX_KEPT` failures are kept.
 
     Parameters
     ----------

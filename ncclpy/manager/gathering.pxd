@@ -75,7 +75,7 @@ cdef class Gathering(Awaited):
     cdef int let_go(self) except -1
     # A text with the key before it.
     cdef object say(self, str what)
-    # The error of a key with participants that are missing at its deadline.
+    # The error of a key that lacks participants, or its signal, at its deadline.
     cdef object overdue(self)
     cdef str _waits_for(self, bint shows_key)
 
@@ -96,7 +96,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef object leave_message  # the arguments of `CommunicatorStatus.leave` when these ranks left; None before
     cdef dict oplogs  # by rank, an `OpLog` of what each rank here begins; None without a store
     cdef bint in_rendezvous  # whether the rendezvous is not over yet
-    cdef bint making  # whether the communicators, of ranks on several processes, are not made yet
+    cdef bint making  # whether communicators with a rendezvous are not made yet; False without a rendezvous
     cdef dict manager_gatherings  # the dict of the Manager's gatherings, by key
     cdef object end_error  # the error by which another process has ended the communicators, or None
     cdef set informed  # the threads in which the failure of the communicators was raised

@@ -107,7 +107,7 @@ cdef class Key:
 
 
 cdef Key new_key(object value):
-    """Return the key of a value; raise the class's error, as a TypeError, if it cannot be hashed."""
+    """Return the key of a value; raise TypeError if the value cannot be hashed."""
     cdef Key key = Key.__new__(Key)
     try:
         key.hashed = hash(value)
@@ -243,7 +243,7 @@ cdef class Gathering(Awaited):
         )
 
     cdef int settle_roots(self) except -1:
-        """Sort the participants by rank and find the root; set an error if there is none or two disagree."""
+        """Sort the participants by rank and find the root; set an error if none is named, or two different ones."""
         cdef Participant participant
         cdef int rank
         if len(self.participants) > 1:
@@ -287,7 +287,7 @@ cdef class Gathering(Awaited):
         """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
         cdef Participant participant
         cdef Operation o
-        # Inverted, to differ from a group's digest: that of a gathering says that `check_layout` has passed, too.
+        # Inverted, to differ from the digest of a group's calls: a noted gathering has passed `check_layout` as well.
         cdef uint64_t number = ~digest_begun(self.num_global)
         if self.error is not None:
             return 0
@@ -431,7 +431,8 @@ def _rank_and_device(Participant participant not None):
 # rendezvous, which names the missing ranks, should be raised first.
 cdef double _RENDEZVOUS_GRACE = 2.0
 
-# The most seconds that close() waits until the other processes are told: the store may be stuck.
+# The most seconds that close(), or a thread after its abort, waits until the other processes are told that these ranks
+# have left: the store may be stuck.
 cdef double _LEAVE_TIMEOUT = 1.0
 
 # Seconds after which a process that was stopped asks again a store that did not answer.
@@ -439,13 +440,13 @@ cdef double _RETRY_INTERVAL = 1.0
 
 
 cdef class DeviceSet(CommunicatorSet):
-    """Communicators that launch gatherings."""
+    """The communicators of one set of devices, which launch gatherings."""
 
     def __cinit__(self, *args):
         self.waiting, self.informed = [], set()
 
     cdef int prepare_rendezvous(self, object store, dict gatherings, Gathering gathering) except -1:
-        """Have the processes of these communicators meet in the store, if there is one, before they are made."""
+        """Prepare the rendezvous before the making of the communicators, if a store and other processes exist."""
         if store is None or len(self.devices) == self.nranks:
             return 0
         from ncclpy.manager.process_rendezvous import meet  # most Managers need no store
@@ -518,11 +519,12 @@ cdef class DeviceSet(CommunicatorSet):
     cdef int launch_failed(self, LaunchGroup launch, object error) except -1:
         """Ask what the ranks do, then end the communicators: an abort here ends the other ranks' operations too.
 
-        If an overdue operation is done before the ranks have answered, nothing fails.
+        Return True, with nothing failed, if the launch is done before the ranks have answered, or another end of these
+        communicators has begun, which fails it.
         """
         self.note_failure(error)
         self.inquire(error)
-        if (<Launch>launch).unsettled == 0 or self.end_begun:  # its works are done, or the begun end fails them
+        if (<Launch>launch).unsettled == 0 or self.end_begun:
             return 1
         readers = set()
         self._fence_and_note(readers)
@@ -541,7 +543,7 @@ cdef class DeviceSet(CommunicatorSet):
     cdef int note_failure(self, object error) except -1:
         """Let the error share the set of informed threads, so that each thread gets one error of these communicators.
 
-        An error of another set keeps the set of threads that it has.
+        An error that other communicators have noted keeps their `informed`.
         """
         if getattr(error, "_informed", None) is None:
             error._informed = self.informed
@@ -581,7 +583,10 @@ cdef class DeviceSet(CommunicatorSet):
             CommunicatorSet.abort(self, error)
 
     def ask_after_stop(self):
-        """Find out whether the communicators were ended while this process was stopped; if not, call `believe`."""
+        """Find out whether the communicators were ended while this process was stopped; if not, call `believe`.
+
+        If the store does not answer in time, ask again later; if it can answer no more, warn and call `believe`.
+        """
         cdef int seen = load(&stops)
         peer_status = self.peer_status
         if peer_status is None or self.state != MADE:
@@ -606,7 +611,7 @@ cdef class DeviceSet(CommunicatorSet):
     def _end(self, comms, text, error, readers):
         """Abort communicators in a thread of its own, once all processes have been told that they end.
 
-        Before that, the error is raised in the threads that read by a stream. Return whether this is the first end. A
+        The error is raised before the abort in threads that read by a stream. Return whether this is the first end. A
         later end, of another launch or by another process, does nothing, nor does any end after a close: it would find
         `peer_status` taken, and abort before the other processes have been told.
         """
@@ -655,7 +660,8 @@ cdef class DeviceSet(CommunicatorSet):
     def abort(self, error):
         """Abort as every `CommunicatorSet`, but tell the other processes before anything is aborted.
 
-        If the other processes have met in a store, `end_thread` makes the aborts, and the returned list is empty.
+        If the processes have met in a store and the communicators are made, `end_thread` aborts them, and the returned
+        list is empty. Else return the communicators, which the caller has to abort.
         """
         readers = set()
         self._fence_and_note(readers)
@@ -737,7 +743,7 @@ cdef class DeviceSet(CommunicatorSet):
         return None
 
     cdef int _fill(self, Launch launch, Gathering gathering) except -1:
-        """Add the participants, which are sorted by rank."""
+        """Add the operations of the participants, which are sorted by rank, to a launch."""
         cdef Participant participant
         cdef Communicator comm
         cdef Operation operation
@@ -760,6 +766,8 @@ cdef class DeviceSet(CommunicatorSet):
         return 0
 
 
+# Tell the other processes of an end, raise its error in `readers`, and abort once the others have confirmed the end or
+# cannot do that any more. If Python ends before that, nothing is aborted.
 def _abort_when_confirmed(peer_status, comms, text, error, readers):
     if peer_status is not None:
         peer_status.end(text, type(error).__name__)
@@ -777,7 +785,7 @@ def _abort_when_confirmed(peer_status, comms, text, error, readers):
 
 
 def _retry_of(reference):
-    """Return a function that asks once more, without keeping the communicators alive."""
+    """Return a function that calls `ask_after_stop` again, without keeping the communicators alive."""
 
     def ask():
         device_set = reference()

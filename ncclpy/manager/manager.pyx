@@ -58,7 +58,7 @@ Gather the participants of collectives by key, and launch each collective when a
     any order; nothing blocks. The last one launches the collective on all devices; each participant's `Work` is
     done when its own device is. A key names one execution and may be used again once its participants have arrived.
 
-    All devices of one process are gathered with ``num_local``. If ``num_global`` is larger, other processes bring the
+    ``num_local`` participants are gathered in this process. If ``num_global`` is larger, other processes bring the
     rest: all give the same ``communicator_key`` (of `generate_communicator_key`), each participant gives its
     ``global_rank``, and the collective starts when `signal_multi_node_ready` was called for the key.
 
@@ -68,15 +68,16 @@ Gather the participants of collectives by key, and launch each collective when a
     Parameters
     ----------
     timeout : float, optional
-        Seconds until the participants of a key must have arrived, and then the same number of seconds until the
-        collective must be done. After either limit every participant fails with `NcclTimeout`. By default there is no
-        limit.
+        Seconds until the participants of a key must have arrived. The same number of seconds is allowed anew for the
+        making of their communicators, if that is needed, and for the collective itself. After any of these limits
+        every participant fails with `NcclTimeout`. By default there is no limit.
     warn_after : float, optional
         Seconds after which a key that still waits is logged, once, as a warning of the logger ``ncclpy.manager``.
     fail_fast : bool, optional
         Fail participants at the first disagreement instead of when all have arrived.
     max_communicators : int, optional
-        How many sets of communicators are kept; above that the set idle for longest is closed.
+        How many sets of communicators are kept. When more have been made, idle ones are closed, the least recently
+        used first.
     high_priority : bool, optional
         Whether communication streams have a higher priority than others.
     timing : bool, optional
@@ -92,7 +93,7 @@ Gather the participants of collectives by key, and launch each collective when a
 
     cdef Lock lock  # guards all below
     cdef dict gatherings  # the gatherings, by key
-    cdef list failures  # of lost communicators: for each set, the errors of its works
+    cdef list failures  # for `close`: lists of errors, each of works that failed together
     # By communicator key: the error of another process that ended this process's communicators while they were idle.
     cdef dict end_errors
     cdef dict comm_sets  # by communicator key or devices; with max_communicators the least recently used first
@@ -199,7 +200,7 @@ Gather the participants of collectives by key, and launch each collective when a
 
     @staticmethod
     def default():
-        """Return the Manager of the process, made on first use."""
+        """Return the Manager of the process, made on first use, and anew after it was closed."""
         global _default
         with _default_lock:
             if _default is None or (<Manager>_default).closed:
@@ -314,7 +315,7 @@ Gather the participants of collectives by key, and launch each collective when a
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
     cdef DeviceSet _start(self, Gathering gathering):
-        """Give a complete gathering to its communicators, or fail it.
+        """Give a complete gathering to its communicators, or fail it; with the lock held.
 
         Return the communicators if the caller has more to do: launch the collective if they are MADE, else make them,
         without the lock. Return None if there is nothing to do.
@@ -372,7 +373,10 @@ Gather the participants of collectives by key, and launch each collective when a
         return 0
 
     def _made(self, comm_set, comms, error):
-        """Take the result of making communicators, from the thread that has made them."""
+        """Take over communicators that were made, and launch what waits for them; on an error fail what waits.
+
+        Called without the lock, in the thread that has made them, or that could not begin to make them.
+        """
         cdef DeviceSet made = comm_set
         cdef Gathering gathering
         idle, launched, streams = [], [], []
@@ -401,7 +405,10 @@ Gather the participants of collectives by key, and launch each collective when a
             other.close()
 
     def _surplus(self):
-        """Remove idle communicators above `max_communicators` from the cache, least recently used first."""
+        """Remove idle sets above `max_communicators` from the cache, least recently used first; return them.
+
+        Called with the lock held; the caller closes the sets without the lock.
+        """
         if self.max_communicators is None:
             return []
         surplus = len(self.comm_sets) - self.max_communicators
@@ -412,7 +419,7 @@ Gather the participants of collectives by key, and launch each collective when a
         return found
 
     def _remove_lost(self, DeviceSet comm_set not None):
-        """Remove an unusable set of communicators from the cache."""
+        """Remove an unusable set of communicators from the cache, and note its errors for `close`."""
         with self.lock:
             comm_set.state = GONE
             self._note_failures(comm_set.failures)
@@ -424,7 +431,10 @@ Gather the participants of collectives by key, and launch each collective when a
                 del self.comm_sets[comm_set.key]
 
     cdef int _note_failures(self, list errors) except -1:
-        """Note errors of works: close() raises them, or else the end of the program reports them. Needs the lock."""
+        """Note errors of works that failed together, with the lock held.
+
+        If the program is given none of them, close() raises the first, or else the end of the program reports it.
+        """
         if self.reason is not None:  # after abort() the program wants no results
             return 0
         self.failures = [each for each in self.failures if undelivered(each) is not None] + [errors]
@@ -493,7 +503,10 @@ Gather the participants of collectives by key, and launch each collective when a
         return 0
 
     def _sweep(self):
-        """Fail overdue gatherings, warn of those that wait for long, and schedule the next check if any is left."""
+        """Fail gatherings that are overdue or whose communicators are, warn of those that wait for long.
+
+        If any gathering is left, schedule the next check.
+        """
         cdef Gathering gathering, first
         cdef DeviceSet comm_set
         cdef double moment = now(), shortest = FOREVER
@@ -550,7 +563,7 @@ Gather the participants of collectives by key, and launch each collective when a
     # State, and end.
 
     def pending(self):
-        """Return the gatherings as a list of dicts with key, operation, since, arrived, missing, waits_for."""
+        """Return the gatherings, as dicts with key, operation, since, arrived, num_local, missing and waits_for."""
         raise_if_forked()
         return self._pending()
 
@@ -560,7 +573,7 @@ Gather the participants of collectives by key, and launch each collective when a
         return [gathering.as_dict() for gathering in list(self.gatherings.values())]
 
     def stats(self):
-        """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
+        """Return counts: sets of communicators kept, made, evicted; collectives gathering, in flight and started."""
         raise_if_forked()
         return {
             "communicators": len(self.comm_sets),
@@ -575,14 +588,15 @@ Gather the participants of collectives by key, and launch each collective when a
         """Fail all collectives, gathering or launched, with `NcclAborted`, and abort all communicators.
 
         A thread aborts the communicators together. From then on participants are refused, until `reset`. A second
-        abort changes nothing.
+        abort, or one after `close`, changes nothing.
 
         Parameters
         ----------
         reason : object, optional
             The reason in the text of the participants' error.
         timeout : float, optional
-            Seconds to wait for the communicators to be aborted; by default the call does not wait for that.
+            Seconds to wait for the communicators to be aborted, but not much longer than an abort may take. By
+            default the call does not wait for that.
         """
         cdef double limit = 0.0 if timeout is None else as_timeout(timeout)
         self._check_initialised()
@@ -659,8 +673,8 @@ Gather the participants of collectives by key, and launch each collective when a
         ------
         NcclTimeout
             If a collective was not done by then.
-        NcclError
-            If an operation has failed and the program has not been given its error.
+        NcclError, ValueError
+            If an operation has failed during the wait, or before it and the program was not given an error.
         """
         cdef Gathering gathering
         cdef double limit = _CLOSE_TIMEOUT if timeout is None else as_timeout(timeout)
@@ -765,7 +779,7 @@ Gather the participants of collectives by key, and launch each collective when a
 
 
 cdef class _Owner(SetOwner):
-    """The Manager as the owner of its sets of communicators, which live no longer than the Manager."""
+    """Pass the reports of a set of communicators to its Manager, and keep the Manager alive."""
 
     cdef Manager manager
 
@@ -803,5 +817,5 @@ def _sweeper_of(reference):
 
 
 cdef list _end_threads_of(comm_sets):
-    """Return the threads that abort communicators once all processes have been told."""
+    """Return the threads, of the sets that have one, that tell the other processes of an end and may then abort."""
     return [comm_set.end_thread for comm_set in comm_sets if comm_set.end_thread is not None]

@@ -65,7 +65,7 @@ cdef class Participants:
         on_done : callable, optional
             Called with the `Work` when it is done.
         timeout : float, optional
-            Seconds, in place of the Manager's own timeout.
+            Seconds, in place of the Manager's own timeout; the shortest one of a key's participants holds for all.
 
         Returns
         -------
@@ -75,7 +75,7 @@ cdef class Participants:
         Raises
         ------
         TypeError, ValueError
-            If a buffer does not fit; then the participant was not added.
+            If an argument is wrong, a buffer does not fit or the Manager is closed. The participant was not added.
         NcclAborted
             If the Manager is aborted.
         """
@@ -459,7 +459,7 @@ cdef class Participants:
 cdef Participant _new_participant(
     array, str argument, device, num_local, num_global, communicator_key, global_rank, timeout
 ):
-    """Return a participant without its buffers; its device is that of `array` unless `device` is given."""
+    """Return a participant without its buffers; `argument` is the name of `array`, see `_device`."""
     cdef Participant one = Participant.__new__(Participant)
     one.device = _device(device, array, argument)
     one.num_global = _nranks(num_local, num_global)
@@ -478,7 +478,7 @@ cdef Participant _new_participant(
 
 
 cdef int _device(device, array, str argument) except -2:
-    """Return the participant's device: the given one, or the array's."""
+    """Return the participant's device: the given one, or the array's, or for CPU memory the current one."""
     cdef View view
     if device is not None:
         return as_device(device)

@@ -74,10 +74,12 @@ def meet(
     NcclTimeout
         On all processes, once the first of them has given up; it names the missing ranks.
     ValueError
-        If another live process has added one of these ranks, or a rank with another number of ranks.
+        If another live process has added one of these ranks, or has named another number of ranks.
     NcclRemoteError
         On the other processes, if this one raises that ValueError before all ranks have met; on all processes, if one
         of them has ended.
+    NcclAborted
+        If the communicators are no longer wanted, in this process or in another one that has arrived.
     StoreError
         If the store is lost.
     """
@@ -91,7 +93,7 @@ def meet(
         more, lambda rank: ("its process has ended", _CHECKS_UNTIL_LOST) if rendezvous.is_gone(rank) else None,
     )  # fmt: skip
     try:
-        rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda come: b"", timeout, wanted)
+        rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda values: b"", timeout, wanted)
     except NcclTimeout as late:
         error = NcclTimeout(say(str(late)))
         error.missing = late.missing
@@ -151,6 +153,9 @@ def _read(packed: bytes | None) -> tuple[int, int, dict[str, Any]] | None:
 
 
 def forget(peer_status: CommunicatorStatus[Any]) -> None:
-    """Remove the rendezvous from the store: the communicators are made, so all ranks have returned from it."""
+    """Remove the rendezvous from the store, if this process has rank 0.
+
+    The communicators are made, so all ranks have returned from the rendezvous.
+    """
     if 0 in peer_status.own:
         peer_status.rendezvous.forget(_PLACE, range(peer_status.size))

@@ -335,7 +335,7 @@ cdef class Gathering(Awaited):
         return 0
 
     cdef int let_go(self) except -1:
-        """Release what failed participants have brought."""
+        """Release the buffers and other references of participants that `end` has failed."""
         cdef Participant participant
         if not self.failed_participants:
             return 0

@@ -390,7 +390,7 @@ Gather the participants of collectives by key, and launch each collective when a
             if error is None and wanted:
                 try:
                     launched = made.ready(comms, streams)
-                    idle = self._surplus()
+                    idle = self._take_surplus()
                 except BaseException as failure:
                     error = failure
             if error is not None and made.waiting:
@@ -404,7 +404,7 @@ Gather the participants of collectives by key, and launch each collective when a
         for other in idle:
             other.close()
 
-    def _surplus(self):
+    def _take_surplus(self):
         """Remove idle sets above `max_communicators` from the cache, least recently used first; return them.
 
         Called with the lock held; the caller closes the sets without the lock.
@@ -503,7 +503,7 @@ Gather the participants of collectives by key, and launch each collective when a
         return 0
 
     def _sweep(self):
-        """Fail gatherings that are overdue or whose communicators are, warn of those that wait for long.
+        """Fail overdue gatherings, and those for which no communicators were made in time; warn of long waits.
 
         If any gathering is left, schedule the next check.
         """

@@ -23,8 +23,8 @@ from ncclpy.peers.reports import MACHINE, process, process_state
 
 __all__ = ["forget", "meet"]
 
-#: The name of a communicator key's only rendezvous: a key serves one set of communicators.
-_PLACE = "communicator"
+#: The prefix of the keys of a communicator key's only rendezvous: a communicator key serves one set of communicators.
+_PREFIX = "communicator"
 #: The key that the first process sets: the number of ranks that it knows of, one of its ranks, and the process.
 _FIRST_KEY = "first"
 #: How many checks in a row, 0.3 s apart, have to find that the process of a missing rank has ended before the wait for
@@ -86,21 +86,21 @@ def meet(
     part, everyone = PrefixStore(f"ncclpy/manager/{key.hex()}", store), range(nranks)
     first, *more = own
     if (why := _conflict(part, name, own, nranks)) is not None:
-        refuse(part, _PLACE, why, failed=True)
+        refuse(part, _PREFIX, why, failed=True)
         raise ValueError(say(why))
     rendezvous = RankRendezvous(
         part, f"what waits for {name!r}", first, nranks, lambda rank: part.check([RankRendezvous.joined_key(rank)]),
         more, lambda rank: ("its process has ended", _CHECKS_UNTIL_LOST) if rendezvous.is_gone(rank) else None,
     )  # fmt: skip
     try:
-        rendezvous.meet(_PLACE, everyone, f"to make communicator {name!r}", b"", lambda values: b"", timeout, wanted)
+        rendezvous.meet(_PREFIX, everyone, f"to make communicator {name!r}", b"", lambda values: b"", timeout, wanted)
     except NcclTimeout as late:
         error = NcclTimeout(say(str(late)))
         error.missing = late.missing
         raise error from None
 
     def clear() -> None:
-        rendezvous.clear(_PLACE, everyone)
+        rendezvous.clear(_PREFIX, everyone)
         with contextlib.suppress(StoreError, NcclTimeout):
             part.delete(_FIRST_KEY)
 
@@ -158,4 +158,4 @@ def forget(peer_status: CommunicatorStatus[Any]) -> None:
     The communicators are made, so all ranks have returned from the rendezvous.
     """
     if 0 in peer_status.own:
-        peer_status.rendezvous.forget(_PLACE, range(peer_status.size))
+        peer_status.rendezvous.forget(_PREFIX, range(peer_status.size))

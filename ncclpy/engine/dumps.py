@@ -49,7 +49,7 @@ _log = logging.getLogger("ncclpy.engine")
 
 
 class _Writer(FailureListener):
-    """Write the dump of this process into a folder.
+    """Write dumps of this process into a folder, in a thread of its own; each dump replaces the previous one.
 
     No lock guards the requests: a signal handler of the program may interrupt a thread that adds a request, and add
     another one.
@@ -80,7 +80,7 @@ class _Writer(FailureListener):
                 self.thread.start()
             except RuntimeError as error:  # too many threads; perhaps not for long
                 self.started = False
-                self.refuse("?", error)
+                self.log_failure("?", error)
         return 0
 
     def note_rank(self, nranks: int, rank: int) -> int:
@@ -164,13 +164,13 @@ class _Writer(FailureListener):
         return reason
 
     def write(self, reason: str | None) -> int:
-        """Write the dump; it replaces the previous one."""
+        """Write the dump, or log why that is not possible."""
         path = "?"
         try:
             path = self.next_path()
             _write(path, reason)
         except Exception as error:
-            self.refuse(path, error)
+            self.log_failure(path, error)
         else:
             self.refused = None
             if self.path not in (None, path):  # more ranks have become known, so the file has another name
@@ -181,7 +181,7 @@ class _Writer(FailureListener):
         self.written = time.monotonic()
         return 0
 
-    def refuse(self, path: str, error: BaseException) -> int:
+    def log_failure(self, path: str, error: BaseException) -> int:
         """Log why no dump can be written, once for each reason."""
         if self.refused != str(error):
             self.refused = str(error)

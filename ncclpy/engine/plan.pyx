@@ -347,7 +347,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         return 0
 
     def _let_go(self):
-        """Destroy the graphs for an abort or a close, which waits for this call, but not longer than `_PATIENCE`."""
+        """Destroy the graphs for an abort, which waits for this call, but not for longer than `_PATIENCE`."""
         self._close(now() + _PATIENCE)
 
     def launch(self):
@@ -423,6 +423,7 @@ Hold a plan as CUDA graphs, as `Plan.capture` makes them.
         self._let_registrations_go(deadline)
         return 0
 
+    # Keep the registrations of the plan's buffers, see the notes of this class.
     cdef int _hold(self, Recorded plan) except -1:
         cdef size_t i
         self.held = []
@@ -630,7 +631,7 @@ Record a group of operations once and launch it many times.
 
     cdef int _launch(self, double limit) except -1:
         cdef size_t i
-        cdef bint at_once
+        cdef bint in_this_thread
         cdef CUcontext saved = NULL
         cdef double deadline, begun = now()
         cdef Handle handle
@@ -643,20 +644,20 @@ Record a group of operations once and launch it many times.
             for i in range(self.nbatches):
                 self.batches[i].calls.limit = limit
                 self.batches[i].calls.caller = this_thread()
-            at_once = borrow_lanes(self.lanes, self.nbatches)
-            if at_once:
+            in_this_thread = borrow_lanes(self.lanes, self.nbatches)
+            if in_this_thread:
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
                     run_batch(&self.whole, saved, FOREVER)
                     driver.cuCtxSetCurrent(saved)
                     give_lanes_back(self.lanes, self.nbatches)
-                self.note(&self.whole, errors, late)
+                self._add_errors(&self.whole, errors, late)
             else:
                 self.remaining = <int>self.nbatches
                 push_jobs(self.jobs, self.lanes, self.nbatches)
                 self._await_lanes()
                 for i in range(self.nbatches):
-                    self.note(&self.batches[i], errors, late)
+                    self._add_errors(&self.batches[i], errors, late)
             if late:
                 note_failure(late, errors[-1])
             aborting = begin_abort(late, reason)  # before the next launch begins, which must not wait for the abort's end
@@ -676,9 +677,9 @@ Record a group of operations once and launch it many times.
                     continue
                 try:
                     wait_stream(handle, <CUstream><uintptr_t>stream, b"Plan.launch", deadline, self.handles)
-                    if at_once:
+                    if in_this_thread:
                         note_arrival(&self.whole.calls, handle)
-                    for i in range(0 if at_once else self.nbatches):
+                    for i in range(0 if in_this_thread else self.nbatches):
                         note_arrival(&self.batches[i].calls, handle)
                 except NcclError as error:  # the other communicators are still waited for
                     errors.append(error)
@@ -711,7 +712,7 @@ Record a group of operations once and launch it many times.
                         Py_INCREF(self)  # a lane is stuck inside it for good: never free it
                 raise
 
-    cdef int note(self, Batch* batch, list errors, list all_late) except -1:
+    cdef int _add_errors(self, Batch* batch, list errors, list all_late) except -1:
         """Append a batch's errors, and the communicators that are late."""
         cdef Handle handle
         cdef double limit

@@ -19,8 +19,8 @@ __all__ = ["as_stack", "in_short", "python_stack"]
 _BYTES, _FRAMES = 2048, 32
 #: The most characters of a file's name, of which the end is kept, and of a function's.
 _FILE, _FUNCTION = 200, 100
-#: The most frames that a sentence names, and what only paths of libraries contain.
-_MAX_FRAMES = 3
+#: The most frames that `in_short` names for a sentence; and what the paths of libraries contain, and no others.
+_SENTENCE_FRAMES = 3
 _LIBRARY = re.compile(r"/lib/python\d|-packages/|^<frozen ")
 
 
@@ -68,7 +68,7 @@ def in_short(stack: Sequence[str]) -> str:
     """
     program = [each for each in stack[1:] if not _LIBRARY.search(each)]
     short = []
-    for each in [*stack[:1], *(program or stack[1:])][:_MAX_FRAMES]:
+    for each in [*stack[:1], *(program or stack[1:])][:_SENTENCE_FRAMES]:
         path, colon, rest = each.rpartition(":")
         short.append("/".join(path.split("/")[-2:]) + colon + rest)
     return ", called by ".join(short)

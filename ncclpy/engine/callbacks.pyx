@@ -345,7 +345,7 @@ cdef class SetOwner:
         raise NotImplementedError
 
     cdef int set_lost(self, LaunchOwner comm_set) except -1:
-        """Forget communicators that are about to be aborted. Threads and locks as for `LaunchOwner.launch_failed`."""
+        """Forget communicators that are about to be aborted. Called in any thread, under no lock."""
         raise NotImplementedError
 
 

@@ -24,7 +24,7 @@ __all__ = ["GroupInfo", "KnownGroup", "elsewhere", "note_communicator", "note_gr
 #: How many failed groups are kept.
 _MAX_FAILED = 50
 
-# Weak: an entry is freed with its group, even if the group was never complete.
+# Weak: an entry is freed with its group, even if the group's ranks have never met and it was not closed.
 _entries: weakref.WeakValueDictionary[int, GroupInfo] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_MAX_FAILED)
 

@@ -383,7 +383,7 @@ cdef class Launch(LaunchGroup):
             free(self.lanes)
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1:
-        """Add a participant's operation; the work keeps the buffers, `kept` the communicator and the stream."""
+        """Add a participant's operation; the work keeps its buffers, and `Launch.kept` its communicator and stream."""
         cdef Part* part = self._append_part(handle, operation, ready)
         part.work = <PyObject*>work
         if work.timed and work.began == NULL:

@@ -1,4 +1,4 @@
-"""Exit status of a process in which operations have failed, if the program has been given none of their errors.
+"""Exit status of a process in which operations have failed, if the program was not given their errors.
 
 Such a program takes the contents of its arrays for results, and must not end with the exit status of a success. A
 group, Manager or coordinator notes the errors of its operations here when the operations fail, and removes the errors
@@ -40,7 +40,8 @@ def note_failures(name: str, errors: Sequence[BaseException]) -> None:
     name
         What has failed: "rank 0 of process group 'default'".
     errors
-        A list with one error or more, see `undelivered`; it may become longer.
+        A list with one error or more; it may become longer. None of them is reported if the program is given one, see
+        `undelivered`.
     """
     if len(_noted) < _MAX_KEPT:
         _noted[id(errors)] = (name, errors)

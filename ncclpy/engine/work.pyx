@@ -723,7 +723,8 @@ What an asynchronous operation returns.
         ----------
         timeout : float, optional
             Seconds to wait. After that `NcclTimeout` is raised and the operation continues: only its own timeout
-            ends an operation. While its communicator is being aborted, the wait lasts longer, to raise that error.
+            ends an operation. If its communicator is about to be aborted then, the wait continues until the error of
+            the operation is known, for a minute at most.
 
         Raises
         ------
@@ -749,7 +750,8 @@ What an asynchronous operation returns.
     def synchronize(self, stream=None):
         """Let a stream wait for the operation; the CPU waits only until it is launched.
 
-        If the operation has failed, its error is raised; if its communicator is being aborted, after a wait for that.
+        The error of an operation that has failed is raised here. If its communicator is about to be aborted, the call
+        waits until the operation has ended, and then raises its error.
 
         If the operation itself has waited for this stream (its `producer`), and its arrays are reused in stream order
         (torch, CuPy, arrays that name their stream), the work releases them here: memory freed on that stream is

@@ -140,7 +140,7 @@ cdef class Executor:
     cdef Member leading  # the thread that takes tasks; the others sleep or run a long task
     cdef list members
     cdef int word  # futex on which idle threads sleep
-    cdef int idle
+    cdef int idle  # how many threads have no task and do not look for one
     cdef int asleep  # how many idle threads sleep in the kernel, without polling
     cdef bint waking  # whether a thread was woken or started and has not begun yet
     cdef double waking_since

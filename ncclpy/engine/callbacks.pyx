@@ -340,7 +340,7 @@ cdef class SetOwner:
     cdef int set_made(self, LaunchOwner comm_set, list comms, object error) except -1:
         """Take over the communicators that were made; on an error, those that were made before it.
 
-        Called in the thread that has made them; under no lock.
+        Called in the thread that has made them, or has tried to; under no lock.
         """
         raise NotImplementedError
 

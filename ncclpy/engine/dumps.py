@@ -94,7 +94,7 @@ class _Writer(FailureListener):
     def failed(self, error: BaseException, wait: bool, ended: bool = False) -> int:
         """Have a dump written after a failed operation, or, with `ended`, after the end of a group.
 
-        With `wait`, wait for the dump. It is not waited for if it has to be late, see `_MIN_INTERVAL`.
+        With `wait`, wait until the dump is written, unless `_MIN_INTERVAL` delays it.
         """
         moment = time.monotonic()
         due = moment if wait else moment + _SETTLE_TIME

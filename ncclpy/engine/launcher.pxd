@@ -68,10 +68,10 @@ cdef class Launch(LaunchGroup):
     cdef int lane  # used where there is only one part
     cdef Batch whole  # all parts, for one thread
     cdef Batch* batches  # one for each lane, if there are several
-    cdef size_t unsettled
+    cdef size_t unsettled  # how many of its works are not settled
     cdef LaunchOwner owner
     cdef object kept  # communicators and streams; kept until all lanes are done with them
-    cdef bint failing
+    cdef bint failing  # whether its works are being failed, or have been
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef Part* _append_part(self, Handle handle, const Operation* operation, CUevent ready) except NULL

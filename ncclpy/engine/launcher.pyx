@@ -281,7 +281,8 @@ cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
 cdef bint _run_unless_failed(Batch* batch, CUcontext current, double until) noexcept nogil:
     """Run a batch of parts with works, unless an earlier call on one of its communicators has failed.
 
-    NCCL would match further calls on such a communicator with other ranks' wrong calls. Most owners abort it next.
+    NCCL would match further calls on such a communicator with other ranks' wrong calls. It is aborted next, if its
+    owner is not `report_only`.
     """
     cdef size_t i
     for i in range(batch.count):
@@ -421,7 +422,7 @@ cdef class Launch(LaunchGroup):
         return part
 
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1:
-        """Add an operation without a work: its work is that of the operation which `add` adds next for this rank."""
+        """Add an operation without a work; the operation that `add` adds next on this communicator has the work."""
         self._append_part(handle, operation, ready)
         return 0
 

@@ -474,7 +474,7 @@ cdef void _watch(double next_round) noexcept nogil:
 
 
 cdef bint _launches_fast(int seen) noexcept nogil:
-    """Return whether launches follow each other fast: about as many as wake-ups since the inbox was last emptied."""
+    """Return whether launches follow each other fast; each wake-up since the inbox was emptied counts as a launch."""
     cdef int launches = seen - _watching.seen_wakeups
     return launches > _TOO_FEW_LAUNCHES and now() - _watching.emptied_at < launches * _FAST_LAUNCH_INTERVAL
 
@@ -562,7 +562,7 @@ cdef int _complete() except -1:
 cdef int _end(Watched* watched) except -1:
     """Settle a work that lane and device are done with, or have it fail; drop the reference to it.
 
-    A work whose end may be no success is kept in `unsettled`, to be checked again.
+    A work that `is_doubted` stays in `unsettled`, to be checked again.
     """
     cdef Work work = <Work>watched.work
     if work.dropped_by_monitor:
@@ -700,7 +700,7 @@ cdef bint _is_passed(CUevent event) noexcept:
 
 
 cdef int _check_lanes() except -1:
-    """Forget works that were launched or settled; have the overdue ones fail, for which NCCL has not returned."""
+    """Forget works that were launched or settled; have overdue ones fail although NCCL has not returned for them."""
     cdef Work work
     cdef double moment = now()
     while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:

@@ -232,7 +232,7 @@ cdef class Graph:
 
 Hold a plan as CUDA graphs, as `Plan.capture` makes them.
 
-    It keeps the plan. Close it before the communicators are closed; closing one of them closes the graph as well.
+    It keeps the plan. Close it before its communicators; a graph that is still open is closed with the first of them.
 
     Notes
     -----

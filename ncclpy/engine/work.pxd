@@ -50,7 +50,7 @@ cdef enum:
 
 cdef class Work:
     cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; a futex
-    cdef int sleepers
+    cdef int sleepers  # how many threads sleep on `phase`
     cdef int engine_waiters  # how many threads sleep in the host engine until it is done; they settle it then
     cdef CUevent done  # recorded behind the operation once it is launched
     cdef object done_owner  # the object that owns `done`, if this work does not
@@ -59,9 +59,9 @@ cdef class Work:
     cdef CUevent ready  # recorded behind what produces the input, or NULL
     cdef CUstream stream
     cdef CUstream producer  # the stream that `ready` was recorded on, if there is just one
-    cdef bint has_producer
+    cdef bint has_producer  # whether `producer` is set: a NULL `producer` may be the default stream
     cdef bint reused_in_order  # whether its only array is reused in stream order: see `is_reused_in_order`
-    cdef bint timed
+    cdef bint timed  # whether `began` and `done` measure its duration
     cdef bint was_launched  # whether it was launched before it was settled
     cdef readonly int device
     cdef double limit  # when it must be done or, while `relative_limit` is not 0, launched

@@ -50,12 +50,12 @@ cdef class Gathering(Awaited):
     cdef int num_global
     cdef bytes communicator_key
     cdef bint signalled
-    cdef bint warned
+    cdef bint warned  # whether a warning has named it
     cdef list participants
     cdef list failed_participants  # participants with failed works, for `let_go` to release; or None
     cdef bint listed  # whether it is in its Manager's dict; a gathering that is complete at once never is
     cdef object error
-    cdef double since
+    cdef double since  # when it began, or when it began to wait for its communicators
     cdef double timeout  # seconds; the shortest timeout of a participant
     cdef int arrived
 

@@ -674,7 +674,7 @@ Gather the participants of collectives by key, and launch each collective when a
         NcclTimeout
             If a collective was not done by then.
         NcclError, ValueError
-            If an operation has failed during the wait, or before it and the program was not given an error.
+            If an operation has failed during the wait, or has failed earlier and the program was not given its error.
         """
         cdef Gathering gathering
         cdef double limit = _CLOSE_TIMEOUT if timeout is None else as_timeout(timeout)

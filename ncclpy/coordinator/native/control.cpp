@@ -23,9 +23,9 @@ using store::now;
 namespace {
 
 constexpr uint32_t kGoodbye = UINT32_MAX;  // in place of a length; a length of 0 is a heartbeat
-constexpr uint32_t kLongest = 1u << 30;
-constexpr size_t kScratch = 64 << 10;
-constexpr double kFarewell = 1.0;  // seconds at the end for what is not sent yet
+constexpr uint32_t kMaxFrame = 1u << 30;  // bytes
+constexpr size_t kScratch = 64 << 10;     // bytes that one call of recv() takes
+constexpr double kFarewell = 1.0;  // seconds at the end to send the rest, and for the other ranks to close their ends
 // Seconds for which operations that are brought one after the other are put into one frame: a frame costs a system
 // call here and wakes the receiving thread, which takes longer than bringing a few more operations.
 constexpr double kTogether = 40e-6;
@@ -105,15 +105,15 @@ Brought Control::bring_locked(uint32_t group, const std::string& key, const std:
     sent_at_ = time;
     flush(time);
     if (asleep_ && readers_ > 0) wake_attendant();  // to be awake when the response arrives
-  } else if (send_due_ == 0) {  // a time: all that is brought by then is sent then, or by an earlier flush()
+  } else if (send_due_ == 0) {  // at that time all that was brought is sent, unless an earlier flush() has sent it
     send_due_ = sent_at_ + kTogether;
     if (attending_ && asleep_until_ > send_due_) wake_attendant();
   }
   return brought;
 }
 
-// Makes a frame of what was brought and is not sent yet, before anything else changes: its bits refer to what the
-// slots hold now.
+// Makes a frame of what was brought and is not sent yet. A caller that changes the node does this first: the frame's
+// bits refer to what the slots hold now.
 void Control::settle_brought() {
   if (send_due_ != 0) node_.settle();
 }
@@ -158,7 +158,7 @@ bool Control::is_in_burst(double time) const {
 Control::Next Control::next(std::vector<Record>& records, double until) {
   Lock lock(mutex_);
   ++readers_;
-  if (attending_) wake_attendant();  // the Control's own thread, if it attends, leaves that to this thread
+  if (attending_) wake_attendant();  // if the Control's own thread attends, it stops, and this thread attends
   Next found = Next::nothing;
   for (;;) {
     const double time = now();
@@ -224,7 +224,7 @@ void Control::close(bool wait) {
   if (joins) pthread_join(thread_, nullptr);
 }
 
-// Sending; with the mutex.
+// Sending. The caller holds the mutex.
 
 void Control::flush(double time, bool attends) {
   bool has_records = false;
@@ -244,7 +244,7 @@ void Control::flush(double time, bool attends) {
   }
   if (has_records || node_.ended()) {
     frame_ready_.notify_all();
-    if (attending_ && readers_ > 0 && !attends) wake_attendant();  // the attending thread waits for frames
+    if (attending_ && readers_ > 0 && !attends) wake_attendant();  // it is in next(), asleep in poll()
   }
   const double soon = options_.timeout > 0 ? std::min(options_.timeout, options_.stall_after) : options_.stall_after;
   if (attending_ && asleep_until_ > time + soon + 1e-3 && node_.pending()) wake_attendant();
@@ -276,10 +276,10 @@ void Control::send_queued(Link& link) {
 
 void Control::wake_attendant() {
   const uint64_t one = 1;
-  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // full: the thread wakes in any case
+  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // the counter is full: the thread wakes in any case
 }
 
-// Receiving; by the attending thread.
+// Receiving. The attending thread calls these functions.
 
 void Control::drop_link(Link& link, const std::string& why) {
   link.fd.close();
@@ -291,13 +291,13 @@ void Control::drop_link(Link& link, const std::string& why) {
   }
 }
 
-// Returns whether the connection is still there.
 bool Control::read(Link& link, std::vector<char>& scratch, double time) {
   const ssize_t n = recv(link.fd.get(), scratch.data(), scratch.size(), MSG_DONTWAIT);
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return true;
   const int failed = n < 0 ? errno : 0;
   const Lock lock(mutex_);
-  if (stopping_) {  // what still arrives is ignored, but closing the connection with it unread would lose the goodbye
+  if (stopping_) {  // bytes are read and ignored: closing with unread bytes could reset the connection before the other
+                    // end has read the goodbye
     if (n <= 0) link.fd.close();
     return n > 0;
   }
@@ -321,7 +321,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
       at += 4;
       continue;
     }
-    if (length > kLongest) wrong = "a frame of " + std::to_string(length) + " bytes";
+    if (length > kMaxFrame) wrong = "a frame of " + std::to_string(length) + " bytes";
     if (!wrong.empty() || link.in.size() - at - 4 < length) break;
     const std::string_view frame(link.in.data() + at + 4, length);
     at += 4 + size_t{length};
@@ -348,7 +348,7 @@ void* Control::main(void* self) {
   Control& control = **kept;
   try {
     control.run();
-  } catch (const std::exception&) {  // no memory, for example: this rank ends, and so do the others
+  } catch (const std::exception&) {  // such as no memory; the other ranks see closed connections, and end too
     const Lock lock(control.mutex_);
     control.stopping_ = true;
     for (Link& link : control.links_) link.fd.close();
@@ -411,8 +411,8 @@ void Control::say_goodbye() {
   }
 }
 
-// Receives and processes frames; waits for them until the time `until`. Called by the attending thread only, without
-// the mutex. With `reads`, it does not wait if there is a frame for next() to take, except for more of a burst.
+// With `reads`, this does not wait if there is a frame for next() to take. During a burst it waits up to kTogether for
+// more of the burst.
 void Control::step(double until, bool reads) {
   const double beat = options_.silence / 6;
   double awake = 0;

@@ -218,7 +218,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
       }
       case kUpBits:
         for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
-          // A slot that was reused meanwhile: the ranks below bring the former operation again, in full.
+          // The slot was reused after the frame was made: the ranks below bring the former operation again, in full.
           if (!slots_[slot].used || seen < slots_[slot].assigned) continue;
           if (was_done(slots_[slot].name, seen)) continue;
           Bits ranks = *members(slots_[slot].name);
@@ -281,7 +281,8 @@ bool Node::was_done(const Name& name, uint64_t seen) const {
   return done != done_.end() && seen < done->second;
 }
 
-// An operation in full may be received after it was forwarded: ranks below bring it again if its slot was reused.
+// An operation may be received again after it was forwarded: if its slot was reused, the ranks below that have sent a
+// bit for the slot bring the operation once more, in full.
 bool Node::is_late(const Name& name, uint64_t seen) const {
   if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);

@@ -1,11 +1,11 @@
 // A rank's node in the tree by which the ranks agree which operations all of them have brought, and in which order.
 //
-// A rank sends an operation up once all ranks below it have brought the operation too, so the root receives an
-// operation once from each child, and all ranks have brought it when the last child has sent it. The root's responses,
-// such as the operations to run, are sent down in frames that are the same for all ranks. An operation that was agreed
-// on before is a single bit in both directions: its slot in the response cache. The caches of all ranks are the same,
-// since all ranks apply the same frames. Nothing here waits, reads a clock or knows of connections: frames are passed
-// in and out as bytes.
+// A rank sends an operation up once all ranks below it have brought the operation too, or have joined. So the root
+// receives an operation once from each child, and all ranks have brought it when the last child has sent it. The
+// root's responses, such as the operations to run, are sent down in frames that are the same for all ranks. An
+// operation that was agreed on before, and is still in the response cache, is a single bit in both directions: its
+// slot in the cache. The caches of all ranks are the same, since all ranks apply the same frames. Nothing here waits,
+// reads a clock or knows of connections: the caller passes in the time, and passes frames in and out as bytes.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@
 
 namespace ncclpy::coordinator {
 
-// The number of the process set of all ranks; and the one under which new process sets are agreed on, keyed by
-// members.
+// The number of the process set of all ranks, and the number under which the ranks agree on new process sets. The key
+// of a new process set is the set of its members, as Bits::write() writes it.
 constexpr uint32_t kAllRanks = 0;
 constexpr uint32_t kSets = UINT32_MAX;
 
@@ -40,38 +40,44 @@ enum class Kind {
   ended,       // the coordinator has ended
 };
 
-// Ranks that have brought the same operation, with the same `fixed`, under one name.
+// Ranks that have brought an operation with the same `fixed`: the bytes that all ranks must bring alike.
 struct Part {
   std::string fixed;
   Bits ranks;
 };
 
-// Another waiting operation, for a warning, and the ranks that have brought it.
+// In a warning of an operation that waits: another one that waits, and the ranks that have brought that one.
 struct Neighbour {
   std::string key;
   Bits ranks;
 };
 
-// A response of the root, or another message, to a rank.
+// A response of the root, or another message, to this rank. Each kind uses some of the fields.
 struct Record {
   Kind kind{};
   uint32_t group = 0;
   std::string key;
   std::string fixed;
-  std::vector<std::string> owns;  // by members
+  std::vector<std::string> owns;  // for each member of the set the bytes that only this member has brought
   std::vector<Part> parts;
   std::vector<Neighbour> near;
-  // The ranks that have brought a waiting operation, and those that have not. `have` is, for other kinds, the absent
-  // ranks of an operation (run, after_join), the members of a new set (group), or the lost ranks (ended).
+  // stalled, overdue: the ranks that have brought the operation, and those that have neither brought it nor joined.
+  // `have` is for run and after_join the ranks that have joined, for group the members, and for ended the lost ranks.
   Bits have, missing;
-  double seconds = 0;
-  int64_t rank = -1;
+  double seconds = 0;  // stalled: how long the operation has waited
+  int64_t rank = -1;   // the rank that has joined last (all_joined), or that shuts down (closing, ended); -1 for none
   std::string reason;
 };
 
-// The outcome of bringing an operation: it was taken; or refused, as it is in flight already, the coordinator shuts
-// down, this rank has joined, the coordinator has ended, or the rank is in no such process set.
-enum class Brought { taken, twice, closing, joined, ended, no_group };
+// The outcome of bring() and join(): whether the call was taken, or why it was refused.
+enum class Brought {
+  taken,
+  twice,     // this rank has brought the operation already, or has called join() already
+  closing,   // the coordinator shuts down
+  joined,    // this rank has called join(), and not all ranks have joined
+  ended,     // the coordinator has ended
+  no_group,  // this rank is in no such process set
+};
 
 struct Counters {
   uint64_t brought = 0, runs = 0, hits = 0, frames = 0, evicted = 0, bytes_up = 0, bytes_down = 0;
@@ -133,10 +139,11 @@ class Node {
   Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now);
   Brought join();
   void shut_down(bool drain, const std::string& reason);
-  // A frame's operations of this set were launched: the root may send those that all ranks have brought meanwhile.
+  // A frame's operations of this set were launched: the root may send the operations that all ranks have brought
+  // meanwhile. Without effect on other ranks.
   void launched(uint32_t group);
 
-  // Received frames and lost connections; throws Malformed.
+  // Received frames, which may be Malformed (thrown), and lost connections.
   void from_child(size_t child, std::string_view frame, double now);
   void from_parent(std::string_view frame, double now);
   void lost_child(size_t child, const std::string& why);
@@ -144,12 +151,12 @@ class Node {
 
   // Frames to send: upwards, and downwards to all children, in order.
   std::deque<std::string> up, down;
-  // Records for this rank, by frames.
+  // Records for this rank: those of each frame, and those that arise here, such as warnings.
   std::deque<std::vector<Record>> records;
 
   // Reports operations that wait for long or are overdue; returns when to look again, or infinity.
   double look(double now);
-  // Puts together the frames to send; called after each of the functions above.
+  // Puts together the frames to send. Called after the functions above; several calls of bring() may share one call.
   void settle();
 
   bool ended() const { return ended_; }
@@ -210,7 +217,7 @@ class Node {
   void send_hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
   // At the root: sends the response to an operation that all ranks have brought.
   void respond(const Name& name);
-  // At the root: the slot for an operation, kNoSlot if none can be replaced.
+  // At the root: the slot for an operation; kNoSlot if all are in use, there is no cache, or a shutdown has begun.
   uint32_t find_slot(const Name& name);
   // Adds a record to the next frame downwards, and applies it here.
   void send_down(Writer record);
@@ -227,8 +234,8 @@ class Node {
   void end_frame();
   // Joins, if this rank wants to and nothing that it has brought is waiting; returns whether it has joined now.
   bool check_joined();
-  // Of an operation in a record from below; `seen` is the last frame that the record's sender had applied. was_done():
-  // whether the operation has ended after that frame. is_late(): the same, or it was forwarded already.
+  // Whether an operation in a record from below is ignored; `seen` is the last frame that the record's sender had
+  // applied. was_done(): the operation has ended in a later frame. is_late(): was_done(), or it was forwarded already.
   bool is_late(const Name& name, uint64_t seen) const;
   bool was_done(const Name& name, uint64_t seen) const;
   bool all_closed() const;
@@ -253,12 +260,13 @@ class Node {
   Bits seen_joined_;       // the ranks of this subtree that have joined, also those in no frame yet
   bool joining_ = false, has_joined_ = false;
   bool closing_ = false, closed_sent_ = false, ended_ = false;
-  int64_t closer_ = -1;
+  int64_t closer_ = -1;  // the rank that has begun the shutdown with `drain`
   std::string close_reason_;
   std::vector<bool> closed_;     // children
   std::vector<uint64_t> seen_;   // by children: the last frame that each has applied
-  std::map<Name, uint64_t> done_;  // by operations that may be brought once more: the frame that has ended them
-  std::map<uint32_t, std::deque<Name>> ready_;  // at the root: operations that all have brought, by sets
+  // The frame that has ended an operation, for operations that a frame from below may still contain.
+  std::map<Name, uint64_t> done_;
+  std::map<uint32_t, std::deque<Name>> ready_;  // at the root, by sets: operations that all ranks have brought
   std::set<uint32_t> launching_;  // at the root: sets with operations of a frame that launched() has not reported
   double due_ = 0;                     // until then look() has nothing to report
   Writer up_, down_;

@@ -16,14 +16,14 @@ enum Up : uint64_t {
   kUpBits,      // the slots of operations
   kUpJoin,      // ranks that have joined
   kUpShutDown,  // a rank shuts the coordinator down
-  kUpClosed,    // the reply to kDownClosing: no rank below brings anything more
+  kUpClosed,    // the reply to kDownClosing: no rank of the sender's subtree brings anything more
   kUpLost,      // ranks that are lost
-  kUpHint,      // an operation that waits for long, and the ranks below that have brought it
+  kUpHint,      // an operation that waits for long, and the ranks of the subtree that have brought it
   kUpCount      // no kind: the bound of the numbers that a reader accepts
 };
 enum Down : uint64_t {
   kDownBits,       // the slots of operations to run
-  kDownNew,        // an operation to run, in full, and the slot that keeps it
+  kDownNew,        // an operation to run, in full, and the slot that keeps it, if any
   kDownMismatch,   // an operation on which the ranks disagree
   kDownAfterJoin,  // an operation that is not defined without the ranks that have joined
   kDownOverdue,    // an operation that not all ranks have brought in time

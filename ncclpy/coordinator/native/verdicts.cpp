@@ -9,11 +9,11 @@ namespace ncclpy::coordinator {
 
 namespace {
 
-constexpr size_t kNear = 64;     // other waiting operations in a warning
-constexpr size_t kTold = 16;     // warnings at a time
-constexpr size_t kCondemned = 1 << 20;  // bytes of records that are kept for names which may never be brought
+constexpr size_t kMaxNeighbours = 64;  // other waiting operations in a warning
+constexpr size_t kMaxWarnings = 16;    // warnings at a time
+constexpr size_t kCondemnedBytes = 1 << 20;  // bytes of records that are kept for names which may never be brought
 constexpr size_t kRecordOverhead = 512;  // bytes of a record besides its texts
-constexpr double kLongest = 64;  // largest factor of stall_after between two warnings
+constexpr double kMaxPatience = 64;  // most seconds between two warnings, in units of stall_after
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -23,7 +23,7 @@ constexpr double kForever = std::numeric_limits<double>::infinity();
 uint32_t Node::find_slot(const Name& name) {
   const auto own = by_name_.find(name);
   if (own != by_name_.end()) return own->second;
-  if (closing_) return kNoSlot;  // a slot must not be reused: ranks that are closing cannot bring its operation again
+  if (closing_) return kNoSlot;  // ranks that are closing cannot bring a replaced operation again
   if (used_ < slots_.size()) return used_;
   // The CLOCK algorithm: a slot that was used since the hand last passed it stays for another round.
   for (size_t looks = 2 * slots_.size(); looks > 0; --looks) {
@@ -70,7 +70,7 @@ void Node::respond(const Name& name) {
     record.text(name.second);
     if (differs) {
       std::sort(one.parts.begin(), one.parts.end(), [](const Part& a, const Part& b) {
-        return a.ranks.list().front() < b.ranks.list().front();  // not by the order of arrival
+        return a.ranks.list().front() < b.ranks.list().front();  // the order of arrival differs from run to run
       });
       write_parts(record, one.parts);
     } else {
@@ -235,7 +235,7 @@ void Node::apply(Reader& in, double now) {
   }
 }
 
-// A rank that has joined gets a record too, since it takes part in the operation.
+// A member that has joined gets a record too, since it takes part in the launch.
 void Node::run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns) {
   ++counters.runs;
   Record record;
@@ -252,13 +252,13 @@ void Node::finish(const Name& name, Record record) {
   record.key = name.second;
   const Members all = members(name);
   if (all && all->has(place_.rank)) telling_.push_back(std::move(record));
-  const Name gone = name;  // `name` may belong to the entry
-  const auto found = entries_.find(gone);
+  const Name copied = name;  // `name` may belong to the entry
+  const auto found = entries_.find(copied);
   if (found != entries_.end()) {
-    if (found->second.again) done_[gone] = current_;
+    if (found->second.again) done_[copied] = current_;
     entries_.erase(found);
   }
-  mine_.erase(gone);
+  mine_.erase(copied);
 }
 
 void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now) {
@@ -308,7 +308,7 @@ void Condemned::add(const Name& name, Record record) {
   bytes_ += size_of(name, record);
   by_turn_[++turns_] = name;
   records_[name] = {std::move(record), turns_};
-  while (bytes_ > kCondemned && records_.size() > 1) {
+  while (bytes_ > kCondemnedBytes && records_.size() > 1) {
     const Name oldest = by_turn_.begin()->second;
     take(oldest, before);
   }
@@ -345,7 +345,7 @@ Record Node::stalled(const Name& name, const Entry& one, double now) const {
   record.missing.remove(joined_);
   record.seconds = now - one.since;
   for (const auto& other : entries_) {
-    if (record.near.size() == kNear) break;
+    if (record.near.size() == kMaxNeighbours) break;
     if (other.first == name || other.second.forwarded || other.first.first != name.first) continue;
     Bits ranks = other.second.have;
     ranks.add(other.second.hinted);
@@ -369,11 +369,11 @@ double Node::look(double now) {
       continue;
     }
     if (now >= one.warn || (is_late && !one.overdue)) {
-      one.patience = std::min(one.patience * 2, stall_after_ * kLongest);
+      one.patience = std::min(one.patience * 2, stall_after_ * kMaxPatience);
       one.warn = now + one.patience;
       one.overdue = is_late;
-      if (place_.root && waiting.size() == kTold) {
-        one.patience /= 2;  // it is reported later
+      if (place_.root && waiting.size() == kMaxWarnings) {
+        one.patience /= 2;  // not reported now, so the pause before the next report does not grow
       } else if (place_.root) {
         waiting.push_back(stalled(each.first, one, now));
       } else {

@@ -9,7 +9,7 @@
 
 namespace ncclpy::coordinator {
 
-// A peer has sent bytes that are no control frame.
+// Bytes that are not a valid control frame, from another rank.
 struct Malformed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -123,7 +123,7 @@ class Bits {
       if ((wanted.words_[i] & ~word(i) & ~also.word(i)) != 0) return false;
     return true;
   }
-  // The same for the numbers that are in both `wanted` and `among`.
+  // Whether all numbers that are in both `wanted` and `among` are in this set or in `also`.
   bool covers(const Bits& wanted, const Bits& among, const Bits& also) const {
     for (size_t i = 0; i < wanted.words_.size(); ++i)
       if ((wanted.words_[i] & among.word(i) & ~word(i) & ~also.word(i)) != 0) return false;

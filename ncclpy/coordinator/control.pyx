@@ -260,6 +260,8 @@ def be_punctual():
 def await_readable(descriptors, double seconds):
     """Sleep until a descriptor has something to read, or for `seconds`; return the descriptors that have.
 
+    A signal ends the sleep early; the result is then empty.
+
     The wait is exact to the microsecond, where Python's polls count milliseconds, and takes any descriptors, where
     Python's select takes none above 1023.
     """
@@ -340,7 +342,7 @@ cdef class Control:
                 os.close(fd)
             raise
         if not self.control.get().start():
-            raise OSError("no thread, or no descriptor, can be had for a coordinator; see ulimit -u and ulimit -n")
+            raise OSError("a coordinator's thread, or its eventfd, cannot be made; see ulimit -u and ulimit -n")
 
     def __dealloc__(self):
         if self.control.get() == NULL:
@@ -377,8 +379,8 @@ cdef class Control:
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
         self._refuse_in_fork()
-        # If the mutex is free, keep the GIL for these microseconds: if it were released, another thread could take it,
-        # and this thread would have to wait for that thread.
+        # If the mutex is free, this thread keeps the GIL for these microseconds. If it released the GIL, it might have
+        # to wait until another thread releases the GIL again.
         if not self.control.get().try_bring(group, name, same, mine, joinable, brought):
             with nogil:
                 brought = self.control.get().bring(group, name, same, mine, joinable)
@@ -395,7 +397,7 @@ cdef class Control:
         _check(brought, f"the set of ranks {ranks}")
 
     def join(self):
-        """Bring nothing more until all have joined; this rank joins once all that it has brought is agreed on."""
+        """Bring nothing more until all have joined; join once all that this rank has brought runs or has failed."""
         cdef Brought brought
         self._refuse_in_fork()
         with nogil:
@@ -418,7 +420,7 @@ cdef class Control:
             self.control.get().launched(group)
 
     def have(self, uint32_t group, bytes key not None):
-        """Return the ranks that are known here to have brought a waiting operation."""
+        """Return the ranks that are known here to have brought an operation; none if it does not wait here."""
         cdef string name = key
         cdef Bits found
         self._refuse_in_fork()
@@ -454,7 +456,10 @@ cdef class Control:
                 return []
 
     def close(self):
-        """Close the connections. If the coordinator has not ended on all ranks, the others count this rank as lost."""
+        """Close the connections; in a forked child, do nothing.
+
+        If the coordinator has not ended on all ranks, the others count this rank as lost.
+        """
         if self.fork_generation != generation():
             return
         with nogil:
@@ -506,7 +511,7 @@ cdef class Node:
         _check(brought, "join")
 
     def shutdown(self, bint drain, bytes reason not None):
-        """End the control plane of all ranks."""
+        """End the control plane of all ranks; see `Control.shutdown`."""
         self.node.shut_down(drain, reason)
         self.node.settle()
 
@@ -536,7 +541,7 @@ cdef class Node:
         self.node.settle()
 
     def look(self, double time):
-        """Report operations that wait for long; return when to look again."""
+        """Report operations that wait for long, or too long; return when to look again, or infinity."""
         next = self.node.look(time)
         self.node.settle()
         return next
@@ -554,17 +559,17 @@ cdef class Node:
         return frames
 
     def records(self):
-        """Remove and return the records for this rank, frame by frame."""
+        """Remove and return the records for this rank: a list for each frame, and for what arises here."""
         frames = [_records(frame) for frame in self.node.records]
         self.node.records.clear()
         return frames
 
     def pending(self):
-        """Return whether any operation waits here."""
+        """Return whether an operation, or this rank's `join`, waits here."""
         return self.node.pending()
 
     def condemned(self):
-        """Return how many operations have failed because this rank has not brought them, and are still remembered."""
+        """Return how many overdue operations are kept, to be failed here if this rank brings them after all."""
         return self.node.condemned()
 
     def counters(self):

@@ -77,7 +77,7 @@ class Coordinator(Operations):
         with the host engine loaded, it is that engine if all ranks are on one machine, and MPI if they are not.
     fusion_bytes : int
         Most bytes of small arrays that are copied into one fusion buffer and launched at once; 0 for no fusion. The
-        same on all ranks.
+        same on all ranks. With NCCL, a larger number than 32 MiB counts as 32 MiB.
     cache : int
         The size of two caches: of the response cache, in operations (ranks send a number instead of the name of a
         cached operation), and of each rank's own cache of all-reduces that it has brought before. If a training step
@@ -177,7 +177,8 @@ class Coordinator(Operations):
         else:
             store, rank, size = self._store_place
             group = self._group_over(store, rank, size, self._device)
-        # Entered first, so closed last: the other ranks must learn the error from `_give_up`, not from a closed link.
+        # The connections are closed after the call of `_give_up`, since they are entered before it: the other ranks must
+        # learn the error from `_give_up`, not from a closed connection.
         connections = undo.enter_context(contextlib.ExitStack())
         undo.push(partial(_give_up, group))
         try:
@@ -251,7 +252,7 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Submit nothing more, and wait until all ranks have joined; the other ranks' all-reduces continue meanwhile.
+        """Bring nothing more, and wait until all ranks have joined; the other ranks' all-reduces continue meanwhile.
 
         Parameters
         ----------
@@ -266,7 +267,7 @@ class Coordinator(Operations):
         Raises
         ------
         NcclTimeout
-            If not all have joined in time; this rank has joined nevertheless.
+            If not all have joined in time; this rank's call counts nevertheless.
         """
         return self._current().join(timeout)
 
@@ -353,10 +354,12 @@ class Coordinator(Operations):
         Raises
         ------
         NcclTimeout
-            If the coordinator has not ended in time.
+            If the coordinator has not ended in time. It is then ended at once on all ranks, as by `abort`.
         NcclError
             If an operation that this rank had brought did not run: the error that has ended the coordinator, such as
-            `NcclRemoteError` if a rank is gone, or `NcclAborted` if other ranks had not brought the operation.
+            `NcclRemoteError` if a rank is gone, or `NcclAborted` if other ranks had not brought the operation. If the
+            coordinator had ended before this call, its error is raised only if the program was not given it before.
+            Also, if a communicator could not be closed: the error with which that failed.
         """
         self._close(timeout, True, reason)
 
@@ -374,6 +377,8 @@ class Coordinator(Operations):
         ------
         NcclTimeout
             If the coordinator has not ended in time.
+        NcclError
+            If a communicator could not be closed.
         """
         self._close(timeout, False, "abort() was called" if reason is None else text_of(reason))
 
@@ -406,7 +411,8 @@ class Coordinator(Operations):
     def _leave(self) -> str:
         """Wait until all ranks leave their blocks: some of them may still be running operations.
 
-        Return the reason for ending the coordinator if some ranks do not leave in time; "" if all do.
+        Return the reason for ending the coordinator if some ranks do not leave in time; "" if all do, or if the
+        coordinator has ended.
         """
         if self._is_closed:
             return ""
@@ -482,7 +488,7 @@ class ProcessSet(Operations):
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator continues with other ranks; "
                 "make a new process set"
             )
-        return self._submitter  # each call of it raises the error of a coordinator that is closed
+        return self._submitter  # raises the coordinator's error at each call if the coordinator is closed
 
     def close(self, timeout: float | None = None) -> None:
         """End the set and release its communicator; all members call this, and bring nothing to the set afterwards.
@@ -497,8 +503,8 @@ class ProcessSet(Operations):
         ValueError
             If operations that this rank has brought wait for other ranks.
         NcclTimeout
-            If not all members have called `close` in time. This rank's call counts nevertheless; a second call only
-            waits again.
+            If not all members have called `close` within `timeout`: this rank's call counts nevertheless, and a second
+            call only waits again. Or if not all have within the coordinator's timeout: then the set stays open.
         """
         if self._current() is self._session:  # otherwise the set has ended together with its session
             self._session.close_set(self._submitter.member, timeout)
@@ -508,13 +514,13 @@ class ProcessSet(Operations):
 
 
 def _timeline_at(path: str | os.PathLike[str], rank: int) -> Timeline | None:
-    """Return a timeline of this rank; None if only rank 0 writes the file."""
+    """Return a timeline of this rank; None on all ranks but 0 if the path has no ``{rank}``."""
     name = os.fspath(path)
     return Timeline(name.replace("{rank}", str(rank)), rank) if "{rank}" in name or rank == 0 else None
 
 
 def _finish(timeline: Timeline | None) -> None:
-    """Close a timeline, once it has the works that have ended: their callbacks have run."""
+    """Close a timeline, after the callbacks of the works that have ended, which write to it, or after some seconds."""
     if timeline is None:
         return
     drained = threading.Event()

@@ -4,7 +4,7 @@ from ncclpy.coordinator.data_plane cimport LaunchQueue
 from ncclpy.process_group.group cimport ProcessGroup
 
 
-# Counters that several threads add to.
+# Counters to which several threads add.
 cdef class OperationStats:
     cdef readonly dict operations
     cdef dict numbers

@@ -13,13 +13,13 @@ from ncclpy.errors import NcclError
 from ncclpy.types import Result
 
 
-cdef tuple _NUMBERS = (
+cdef tuple _COUNTER_NAMES = (
     "brought", "frames", "launches", "fused", "fused_launches", "bytes", "disagreements", "overdue", "stalls",
 )
 
 
 cdef class OperationStats:
-    """Counters that several threads add to: nothing here releases the GIL, so no addition is lost.
+    """Counters to which several threads add. No addition is lost, since no method releases the GIL.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ cdef class OperationStats:
 
     def __cinit__(self):
         self.operations = {}
-        self.numbers = dict.fromkeys(_NUMBERS, 0)
+        self.numbers = dict.fromkeys(_COUNTER_NAMES, 0)
 
     cpdef int add(self, str what, long long number=1) except -1:
         """Add to a counter, by its name."""
@@ -56,7 +56,7 @@ cdef class SubmitGate:
     ----------
     shut : bool
         Whether a thread that brings an operation must first call the session's `check`, which raises if no operation
-        can be brought.
+        can be brought now.
     timeline : Timeline or None
         The timeline that records each operation.
     """
@@ -131,7 +131,7 @@ cdef class Submitter:
             self.session.explain(error)
             raise
         self.counts.add("brought", len(call.parts))
-        if self.gate.shut:  # the session may have ended meanwhile, and missed this call
+        if self.gate.shut:  # the session may have ended meanwhile, and not have failed this call
             self.session.fail_late(member)
         return 0
 
@@ -152,7 +152,7 @@ cdef long long _LARGE_ON_DEVICES = 16 << 20
 # reduced, those of the next are copied in, and those of the one before are copied out.
 cdef long long _MAX_FUSION_BYTES_ON_DEVICES = 32 << 20
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE, _BARRIER = Kind.BARRIER
-cdef list _kept = []  # arrays with copies that may never end
+cdef list _never_freed = []  # arrays with copies that may never end
 cdef dict _NAMES = {kind: kind.name.lower() for kind in Kind}
 
 
@@ -168,12 +168,12 @@ cdef class ProcessSetWorker:
     fusion_bytes : int
         See `Coordinator`.
     staged : bool
-        Whether arrays of CPU memory are copied to the device.
+        Whether `plane` copies arrays of CPU memory to the device; with a `host_plane` no such array reaches `plane`.
     counts : OperationStats
         The counters to add to.
     on_error : callable
-        ``on_error(error)`` is called with the error of a launch, for which the other ranks would otherwise wait
-        without end.
+        ``on_error(error)`` is called with the error of a launch that may have failed on this rank only: without this
+        call the other ranks would wait for the launch without end.
     cache : int
         How many names, or groups of names, are remembered.
     host_plane : DataPlane, optional
@@ -186,7 +186,7 @@ cdef class ProcessSetWorker:
     Attributes
     ----------
     closing : bool
-        Whether this rank has asked for the end of the set, and so brings nothing more to it.
+        Whether this rank has asked for the end of the set; it then brings nothing more to the set.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ cdef class ProcessSetWorker:
         return f"{kind}.unnamed.{number}"
 
     def return_name(self, str kind not None, str name not None):
-        """Take back a name of an operation that could not be brought, if `next_name` has returned no later one."""
+        """Have `next_name` return a name again, as its operation was not brought; not if a later one was returned."""
         cdef long long number = self.unnamed.get(kind, 0) - 1
         if name == f"{kind}.unnamed.{number}":
             self.unnamed[kind] = number
@@ -225,8 +225,8 @@ cdef class ProcessSetWorker:
         Raises
         ------
         ValueError
-            If one of its names is in flight, if one of its arrays overlaps memory in flight and either is written, if
-            no plane carries an array's memory, or if the set is closed.
+            If one of its names is in flight or is listed twice, if one of its arrays overlaps memory in use and one of
+            the two is written, if no plane carries an array's memory, or if the set is closed.
         """
         if self.closing:
             raise ValueError(f"{self.label} is closed on this rank. Nothing of this call was sent")
@@ -240,10 +240,11 @@ cdef class ProcessSetWorker:
     # Launches.
 
     def run(self, list operations not None, then):
-        """Launch the operations of one frame, in this thread up to the first one that has to wait.
+        """Launch the operations of one frame, in this thread or in the launch queue's.
 
-        Once all of them are launched and their results are being copied out, ``then(number)`` is called with the set's
-        number, in this thread or in the queue's.
+        This thread makes the launches up to the first one that has to wait; the queue's thread makes that one and all
+        behind it. If the queue's thread is still at work for an earlier frame, it makes all of them. Once all are made
+        and their results are being copied out, ``then(number)`` is called with the set's number.
         """
         cdef Ready ready
         cdef Step step
@@ -258,7 +259,7 @@ cdef class ProcessSetWorker:
         self.launch_queue.add(launches)
 
     cdef bint _is_executable(self, Ready ready) except -1:
-        """Return whether NCCL can reduce all arrays of an operation; if not, fail it: no rank launches any of them."""
+        """Return whether an operation can be launched; fail an all-reduce that NCCL cannot make, as all ranks do."""
         if ready.agreed.is_plain:
             return True
         try:
@@ -283,7 +284,7 @@ cdef class ProcessSetWorker:
             try:
                 self._plane_of(step).abandon(failure)  # before part.fail(), which may free arrays still being copied
             except BaseException as another:  # when the copies end is not known: the arrays are never freed
-                _kept.append(brought)
+                _never_freed.append(brought)
                 self.on_error(another)
             for part in brought:
                 if part is not None:
@@ -329,7 +330,7 @@ cdef class ProcessSetWorker:
         return self.host_plane
 
     cdef object _begin(self, Step step, TensorEntry first):
-        """Launch a step; return the `FusedLaunch` to copy out after it, or None."""
+        """Launch a step; return the `FusedLaunch` to copy out after it or None, for several arrays a list of these."""
         cdef Ready ready = step.operations[0]
         plane, signature, factor = self._plane_of(step), step.signature, None
         op = signature.op
@@ -358,8 +359,8 @@ cdef class ProcessSetWorker:
     cdef bint _can_launch(self, Step step) except -1:
         """Return whether a step can be launched without a wait for other ranks.
 
-        It can once its communicator is made, or will never be made, and its copies are not held up: copies of CPU
-        memory for a launch may have to wait for an earlier launch, and so for other ranks.
+        Two things may have to wait: the communicator may still be in the making, and copies of CPU memory may have to
+        wait for an earlier launch, and so for other ranks.
         """
         plane, signature = self._plane_of(step), step.signature
         if not plane.is_settled():
@@ -376,7 +377,7 @@ cdef class ProcessSetWorker:
                 plane.fail(error)
 
     def close(self, double timeout):
-        """Wait for what was launched, and release everything."""
+        """Wait for what was launched, and release everything; fail the launches left after `timeout` seconds."""
         if not self.launch_queue.end(timeout):  # before the planes: the queue's thread may use memory of a plane
             what = f"launches still wait for other ranks {timeout:.3g} s after it began to end"
             self.fail(NcclError(f"{self.label}: {what}"))
@@ -388,7 +389,7 @@ cdef class ProcessSetWorker:
 
 
 class _NotExecutable(NcclError):
-    """No rank can launch the operation, and all ranks know it."""
+    """No rank can launch the operation, and each rank finds that by itself, so `on_error` is not called."""
 
 
 cdef object _not_launched(error):
@@ -424,7 +425,7 @@ cdef _FrameLaunched _frame_launched(then, int number):
 
 
 cdef class _FrameLaunched(LaunchStep):
-    """The call of `then` when all of a frame is launched."""
+    """The call of `then` once all operations of a frame are launched."""
 
     cdef object then
     cdef int number
@@ -441,7 +442,7 @@ cdef _CopyOut _copy_out(ProcessSetWorker member, fused):
 
 
 cdef class _CopyOut(LaunchStep):
-    """The copy-out after a launch, once the launch is made."""
+    """The copy out of a fusion buffer, once its launch is made."""
 
     cdef ProcessSetWorker member
     cdef object fused

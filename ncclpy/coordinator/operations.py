@@ -55,9 +55,9 @@ class Operations:
     ) -> Work[_T]:
         """Reduce an array over all ranks, in place.
 
-        It runs once every rank has brought an operation of this name. All ranks run operations in one order, whatever
-        the order in which they bring them. The input need not be ready: the launch waits for the array's current
-        stream, and later launches on this set's stream wait too.
+        The operation runs once every rank has brought an operation of this name. All ranks run operations in one
+        order, whatever the order in which they bring them. The input need not be ready: the launch waits for the
+        array's current stream, and later launches on this set's stream wait for the launch.
 
         Parameters
         ----------
@@ -85,7 +85,8 @@ class Operations:
         Raises
         ------
         TypeError, ValueError
-            If an argument is not valid, or the name or the array's memory is in flight. Nothing was sent then.
+            If an argument is not valid, the name or the array's memory is in flight, this rank has joined, or the set
+            is closed. Nothing was sent then.
         NcclAborted, NcclRemoteError
             If the coordinator has ended; `NcclRemoteError` if a rank was lost and the program was not given that error
             before. The exception's cause is the error that ended the coordinator.
@@ -300,7 +301,7 @@ class Operations:
         return call.work
 
     def barrier(self, name: str | None = None) -> Work[None]:
-        """Wait for all ranks: the work is done when all have brought it.
+        """Bring a barrier: its work is done once all ranks have brought the barrier.
 
         Parameters
         ----------

@@ -276,7 +276,7 @@ void Control::send_queued(Link& link) {
 
 void Control::wake_attendant() {
   const uint64_t one = 1;
-  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // the counter is full: the thread wakes in any case
+  if (wake_fd_ && write(wake_fd_.get(), &one, sizeof(one)) < 0) return;  // counter full: the thread wakes in any case
 }
 
 // Receiving. The attending thread calls these functions.

@@ -72,11 +72,11 @@ struct Record {
 // The outcome of bring() and join(): whether the call was taken, or why it was refused.
 enum class Brought {
   taken,
-  twice,     // this rank has brought the operation already, or has called join() already
+  twice,     // the operation is in flight on this rank already, or the rank has called join() already
   closing,   // the coordinator shuts down
   joined,    // this rank has called join(), and not all ranks have joined
   ended,     // the coordinator has ended
-  no_group,  // this rank is in no such process set
+  no_group   // this rank is in no such process set
 };
 
 struct Counters {

@@ -17,11 +17,12 @@ __all__ = ["DataBackend", "DataPlane", "GroupBackend", "SplitBackend"]
 class DataPlane(Protocol):
     """The data plane of one rank in a process set; one thread at a time launches.
 
-    A launching method returns the `FusedLaunch` on which `copy_out` must be called next; None if there is no copy-out.
+    A method that launches returns the `FusedLaunch` on which `copy_out` must be called next, or None if there is
+    nothing to copy out.
     """
 
     def is_settled(self) -> bool:
-        """Return whether its communicator is made, or will never be made."""
+        """Return whether the plane's communicator is made, or will never be made."""
 
     def all_reduce(self, brought: TensorEntry, op: int, factor: float | None) -> None:
         """Launch an all-reduce in place; `factor`, unless None, multiplies the input first."""
@@ -36,8 +37,8 @@ class DataPlane(Protocol):
     ) -> FusedLaunch | None:
         """Launch one all-reduce of several arrays.
 
-        None in place of an array is the operator's identity, which a rank that has joined contributes. `on_device` is
-        whether the arrays are in device memory.
+        `members` has each array and its number of elements of `datatype`. None in place of an array is the operator's
+        identity, which a rank that has joined contributes. `on_device` is whether the arrays are in device memory.
         """
 
     def barrier(self, brought: TensorEntry) -> None:
@@ -80,7 +81,7 @@ class DataBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Return its name."""
+        """Return the backend's name."""
 
     @property
     def device(self) -> int:
@@ -88,19 +89,19 @@ class DataBackend(Protocol):
 
     @property
     def accepts_device_arrays(self) -> bool:
-        """Return whether it accepts arrays in device memory."""
+        """Return whether the backend accepts arrays in device memory."""
 
     def plane(self) -> DataPlane:
         """Return this rank's data plane: for arrays in device memory and, without a `host_plane`, for all arrays."""
 
     def host_plane(self) -> DataPlane | None:
-        """Return this rank's data plane for arrays in CPU memory; None if `plane` is for them too."""
+        """Return this rank's data plane for arrays in CPU memory; None if `plane` carries these arrays too."""
 
     def on_abort(self, callback: Callable[[BaseException], object]) -> None:
         """Call `callback` with the error when an operation of this backend fails."""
 
     def failure(self) -> BaseException | None:
-        """Return the error that has ended this backend, read from the store if it is only there so far; or None."""
+        """Return the error that has ended this backend, or None; it may so far be only in the store, which is read."""
 
     def part(self, name: str, members: Sequence[int]) -> DataBackend:
         """Return a backend of some of these ranks, this one included; all other ranks call `skip_part`."""
@@ -126,7 +127,7 @@ class GroupBackend:
     group
         The group.
     on_end
-        Called by `end`, with its `orderly`.
+        Called by `end` with the argument `orderly`.
     """
 
     accepts_device_arrays = True

@@ -166,7 +166,11 @@ def _read_place(packed: bytes) -> dict[str, Any]:
 
 
 def _own_addresses(store: Store) -> list[str]:
-    """Return addresses at which other machines reach this one: on the route to the store, or of the host name."""
+    """Return addresses at which other machines reach this one.
+
+    The result is the address on the route to the store. If that is not known, the result has the addresses of the host
+    name, or the loopback address if the name has none.
+    """
     host = getattr(store, "host", None) or getattr(getattr(store, "store", None), "host", None)
     if isinstance(host, str):
         for family, address in resolve(host, 9, time.monotonic() + _HANDSHAKE):
@@ -194,7 +198,7 @@ def _receive(sock: socket.socket, length: int) -> bytes:
 
 
 def _check_user(sock: socket.socket) -> None:
-    """Raise OSError if another user's process is at the other end of a socket of this machine."""
+    """Raise OSError if another user's process is at the other end of a Unix socket; other sockets are not checked."""
     if sock.family == socket.AF_UNIX:
         size = struct.calcsize("3i")
         _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
@@ -384,7 +388,7 @@ def _connect_to_parent(
                 sock.settimeout(max(0.01, min(_HANDSHAKE, deadline - time.monotonic())))
                 sock.connect(address)
                 _check_user(sock)
-                sock.settimeout(max(0.01, deadline - time.monotonic()))  # the parent connects to its own parent first
+                sock.settimeout(max(0.01, deadline - time.monotonic()))  # the parent first connects to its own parent
                 nonce, number = secrets.token_bytes(_NONCE), rank.to_bytes(4, "little")
                 sock.sendall(number + nonce + _proof(token, number, _receive(sock, _NONCE)))
                 if not hmac.compare_digest(_receive(sock, _PROOF), _proof(token, b"parent", nonce)):

@@ -177,8 +177,8 @@ class Coordinator(Operations):
         else:
             store, rank, size = self._store_place
             group = self._group_over(store, rank, size, self._device)
-        # The connections are closed after the call of `_give_up`, since they are entered before it: the other ranks must
-        # learn the error from `_give_up`, not from a closed connection.
+        # The connections are closed after the call of `_give_up`, since they are entered before it: the other ranks
+        # must learn the error from `_give_up`, not from a closed connection.
         connections = undo.enter_context(contextlib.ExitStack())
         undo.push(partial(_give_up, group))
         try:

@@ -91,7 +91,7 @@ def stall(
     waited: float,
     near: Sequence[tuple[bytes, Sequence[int]]],
 ) -> str:
-    """Return the warning that some ranks have not brought an operation for long, with operations of similar names.
+    """Return the warning of an operation that some ranks have long not brought, and of others with similar names.
 
     `near` has other waiting operations: their keys, and the ranks that have brought them.
     """

@@ -71,7 +71,7 @@ def _check_scales(signature: Signature, op: int, size: int) -> None:
 
 
 def reduction(signature: Signature, size: int, absent: int) -> tuple[int, float | None]:
-    """Return NCCL's operator, and the factor that multiplies each input first, None for none.
+    """Return NCCL's operator, and the factor that multiplies each input before the reduction; None for no factor.
 
     `absent` of the `size` ranks have joined.
 

@@ -40,9 +40,10 @@ _READ_SLICE = 3600.0
 _BEGIN_TIMEOUT = 300.0
 #: Seconds that launched operations have to finish when the coordinator ends.
 _DRAIN_TIMEOUT = 60.0
-#: Most seconds to wait for the record that says why the control plane has ended; normally it arrives much sooner.
+#: Most seconds to wait for the record that says why the control plane has ended, which normally arrives much sooner;
+#: and, in `abandon`, for the release of everything, at most twice.
 _REASON_TIMEOUT = 10.0
-#: Seconds between checks whether the session has ended, during a wait; and, in `explain`, whether it is ending.
+#: Seconds between checks, during a wait, whether the session has ended; and, in `explain`, whether it is ending.
 _SLICE, _END_SLICE = 0.1, 0.01
 
 
@@ -57,7 +58,7 @@ def open_control(
     stall_after: float,
     wanted: Callable[[], bool],
 ) -> Any:
-    """Return this rank's end of the control plane, once all ranks have arrived and are connected."""
+    """Return this rank's end of the control plane, once all ranks have arrived and this one is connected."""
     return connections.open_control(
         PrefixStore(name, store), rank, size, name, cache=cache, timeout=timeout, stall_after=stall_after,
         patience=_BEGIN_TIMEOUT if timeout is None else timeout, wanted=wanted,
@@ -68,7 +69,7 @@ _PACKED = struct.Struct("=qqd")
 
 
 class Options(NamedTuple):
-    """The options of a coordinator. All of them but `stall_after` must be the same on all ranks."""
+    """The options of a coordinator; see `Coordinator`. All but `stall_after` must be the same on all ranks."""
 
     engine: str
     fusion_bytes: int
@@ -87,7 +88,7 @@ class _Wait(Generic[T]):
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
-        self.is_all = True  # whether all ranks have taken part
+        self.is_all = True  # for `leave`: whether all ranks have left their blocks
         self.asking, self.is_asked = threading.Lock(), False  # whether the control plane was asked for the record
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -209,7 +210,7 @@ class Session:
             If the options differ; the same on all ranks.
         NcclTimeout
             If ranks do not arrive.
-        NcclRemoteError
+        NcclRemoteError, NcclTimeout or NcclAborted
             If another rank could not begin.
         """
         limit = self._options.timeout if self._options.timeout is not None else _BEGIN_TIMEOUT
@@ -232,7 +233,7 @@ class Session:
         return self._began.result()
 
     def _wait(self, what: _Wait[Any], timeout: float | None) -> bool:
-        """Wait for a record; raise if the session ends first."""
+        """Wait for a record; return False if `timeout` passes first; raise if the session ends first."""
         end = None if timeout is None else time.monotonic() + timeout
         while not what.arrived.wait(_SLICE if end is None else min(_SLICE, max(0.0, end - time.monotonic()))):
             if self.error is not None and not what.arrived.is_set():
@@ -244,7 +245,7 @@ class Session:
     # Calls of the user's threads.
 
     def check(self) -> None:
-        """Raise if no operation can be brought any more."""
+        """Raise if no operation can be brought now."""
         if self.error is not None:
             raise errors.has_ended(self.name, self.error)
         if self._closing is not None:
@@ -260,7 +261,7 @@ class Session:
                 self._set_gate()
 
     def _set_gate(self) -> None:
-        """Open or shut the gate, through which operations pass without a call of `check`; with the lock held."""
+        """Shut the gate if a call of `check` is needed before an operation is brought, else open it. Needs the lock."""
         why_not = (self.error, self._closing, self._joining, self._joined)
         self._gate.shut = any(each is not None for each in why_not)
 
@@ -299,7 +300,7 @@ class Session:
     def join(self, timeout: float | None) -> int:
         """Bring nothing more until all ranks have joined; return the rank that joined last."""
         with self._lock:
-            joining = self._joined or self._joining  # of an earlier join(), which a deadline or a signal has ended
+            joining = self._joined or self._joining  # of another thread, or of a call that has stopped waiting
             if joining is None:
                 self.check()
                 joining = self._joining = _Wait[int]()
@@ -334,15 +335,15 @@ class Session:
         return waiting.result()
 
     def close_set(self, member: ProcessSetWorker, timeout: float | None) -> None:
-        """End a process set, once all of its members have asked for that and its operations are done."""
+        """End a process set, once all of its members have asked for its end and its operations are done."""
         number = member.number
         with self._lock:
-            waiting = self._closing_sets.get(number)  # of an earlier call, which a deadline or a signal has ended
+            waiting = self._closing_sets.get(number)  # of another thread, or of a call that has stopped waiting
             if waiting is None:
-                if member.closing:  # it has ended
+                if member.closing:  # the set has ended
                     return
                 self.check()
-                member.closing = True  # before the check: another thread may be about to bring an operation
+                member.closing = True  # before `pending` is read: another thread may be about to bring an operation
                 if len(member.pending):
                     member.closing = False
                     waits = shown([name for key in member.pending.keys() for name in names_of(key)])
@@ -367,8 +368,8 @@ class Session:
     def leave(self, timeout: float) -> bool:
         """Wait until all ranks leave their blocks; the other ranks' operations continue meanwhile.
 
-        Return False if not all leave in time, and True at once if the session is ending already; raise if it ends
-        during the wait.
+        Return False if not all leave in time. Return True without this wait if the session is ending already, or if a
+        join() of this rank is not complete. Raise if the session ends during the wait.
         """
         joining = self._joining
         if joining is not None:  # join() ended early; until all have joined nothing can be brought
@@ -382,13 +383,13 @@ class Session:
         return True
 
     def shut_down(self, drain: bool, reason: str) -> None:
-        """Ask for the end of the session, on all ranks."""
+        """Ask for the end of the session, on all ranks; do nothing if it has ended."""
         if self.error is None:
             self._control.shutdown(drain, reason)
 
     def abandon(self, reason: str) -> None:
         """End a session that could not begin, and wait until everything is released, even if no rank answers."""
-        with contextlib.suppress(NcclError):  # it is ending already
+        with contextlib.suppress(NcclError):  # the session is ending already
             self.shut_down(False, reason)
         if not self.wait_until_over(_REASON_TIMEOUT):
             self._control.close()
@@ -396,7 +397,7 @@ class Session:
 
     def wait_until_over(self, timeout: float | None) -> bool:
         """Wait until the session has ended and everything is released; return False if `timeout` passes first."""
-        if threading.current_thread() is self._reader:  # in a finaliser; the reader would wait for itself
+        if threading.current_thread() is self._reader:  # called by a finaliser: the reader would wait for itself
             return True
         return self._over.wait(None if timeout is None or timeout > threading.TIMEOUT_MAX else timeout)
 
@@ -418,9 +419,9 @@ class Session:
     # Failures that the other ranks must know.
 
     def fail_all_ranks(self, error: BaseException) -> None:
-        """End the session on all ranks, because a launch of this rank, or a launched operation, has failed."""
+        """End the session on all ranks with an error of this rank; launched operations may then never finish."""
         if self.error is None:
-            with contextlib.suppress(NcclError):  # it is ending already
+            with contextlib.suppress(NcclError):  # the session is ending already
                 self._control.shutdown(False, f"{_UNFINISHABLE}{error}")
 
     # Frames of the control plane.
@@ -446,7 +447,7 @@ class Session:
         """Execute the records of one frame."""
         self._counts.add("frames")
         ready: dict[int, list[Ready]] = {}
-        launch_nothing = set()  # process sets with an operation for which this rank launches nothing
+        launch_nothing = set()  # sets with an operation for which this rank launches nothing: they count as launched
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
@@ -505,7 +506,7 @@ class Session:
             call.fail(error)
 
     def _set_ended(self, number: int) -> None:
-        """Let the thread that waits for the end of a process set release the set."""
+        """Note the end of a process set, and wake the thread that waits for it, which then releases the set."""
         with self._lock:
             member, waiting = self._members.pop(number, None), self._closing_sets.get(number)
             if member is not None:
@@ -526,7 +527,7 @@ class Session:
             return
         member = self._members.get(number)
         if member is not None:
-            self._fail(member, key, errors.after_join(_what(fixed), key, absent))
+            self._fail(member, key, errors.after_join(_kind_name(fixed), key, absent))
 
     def _overdue(self, number: int, key: bytes, fixed: bytes, have: Sequence[int], missing: Sequence[int]) -> None:
         self._counts.add("overdue")
@@ -538,7 +539,7 @@ class Session:
             return
         member = self._members.get(number)
         if member is not None:
-            self._fail(member, key, errors.overdue(_what(fixed), key, have, missing, self._options.timeout))
+            self._fail(member, key, errors.overdue(_kind_name(fixed), key, have, missing, self._options.timeout))
 
     def _stalled(
         self,
@@ -557,7 +558,7 @@ class Session:
         if number == SETS:
             what, key, near = "process_set", key_of([str(ranks_of_set(key, self.size))]), ()
         else:
-            what = "operation" if key in _OWN_KEYS else _what(fixed)
+            what = "operation" if key in _OWN_KEYS else _kind_name(fixed)
             where += f", process set {number}" if number else ""
         # In another thread: a logger's handlers are the user's code, and finding similar names takes time.
         run_in_callback_thread(partial(_warn, where, what, key, have, missing, waited, near))
@@ -617,7 +618,7 @@ class Session:
     # End.
 
     def _end(self, error: NcclError) -> None:
-        """Fail all pending operations and all later ones."""
+        """End the session with an error: fail all pending operations; all later ones are refused."""
         with self._lock:
             if self.error is not None:
                 return
@@ -668,7 +669,7 @@ def _warn(where: str, *stalled: Any) -> None:
     _log.warning("%s: %s", where, errors.stall(*stalled))
 
 
-def _what(fixed: bytes) -> str:
+def _kind_name(fixed: bytes) -> str:
     signatures = unpack_all(fixed)
     return signatures[0].kind.name.lower() if signatures else "operation"
 

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Kind(enum.IntEnum):
-    """Name the operations; the first ones have the numbers of `core.arguments.operation`."""
+    """Name the operations; the collectives have the numbers of `core.arguments.operation`."""
 
     ALL_REDUCE = KINDS["all_reduce"]
     BROADCAST = KINDS["broadcast"]
@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     ALL_TO_ALL = KINDS["all_to_all"]
     BARRIER = 32
     ALL_REDUCE_SPARSE = 33
-    BEGINNING = 34  # of the coordinator itself
+    BEGINNING = 34  # no signature has this kind: at the beginning the ranks compare `session.Options` instead
 
 
 class Signature(NamedTuple):

@@ -36,7 +36,7 @@ class Timeline:
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         self._path, self._rank = path, rank
-        self._gone = False  # whether no events are taken any more: the file could not be written, or is complete
+        self._is_over = False  # whether events are dropped: the file could not be written, or is complete
         self._rows: dict[str, int] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class Timeline:
                 self._fused.update(self._watched.intersection(map(id, parts)))
 
     def done(self, part: Any, work: Any) -> None:
-        """Write the phases of an operation."""
+        """Write the phases of an operation that has ended; of one that has failed, only *negotiate*."""
         with self._lock:
             negotiated = self._negotiated.pop(id(part), None)
             fused = id(part) in self._fused
@@ -104,7 +104,7 @@ class Timeline:
         self._put("X", phase, row, begin, dur=max(0.0, end - begin) * 1e6, args={"operation": name})
 
     def _put(self, kind: str, name: str, row: int, moment: float, **more: Any) -> None:
-        if not self._gone:
+        if not self._is_over:
             self._queue.put({"ph": kind, "name": name, "pid": self._rank, "tid": row, "ts": moment * 1e6, **more})
 
     # The file.
@@ -114,7 +114,7 @@ class Timeline:
             with open(self._path, "w", encoding="utf-8") as file:
                 self._write_events(file)
         except OSError as error:
-            self._gone = True
+            self._is_over = True
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._queue.get_nowait()
@@ -134,7 +134,7 @@ class Timeline:
         """Write the remaining events, and end the array."""
         self._queue.put(None)
         self._thread.join()
-        self._gone = True  # works that end later write nothing
+        self._is_over = True  # works that end later write nothing
 
 
 class _Done:

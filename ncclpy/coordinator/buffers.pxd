@@ -15,7 +15,7 @@ cdef bint must_copy_to_device() noexcept
 cdef class TensorEntry:
     cdef readonly Work work
     cdef View view
-    cdef bint receives, entered
+    cdef bint receives, entered  # the result is written into the array; a `Pending` has noted the array as in use
     cdef readonly object array
     cdef readonly str name
     cdef readonly tuple shape
@@ -35,7 +35,7 @@ cdef class Remembered:
     cdef int code
     cdef list types
 
-    # Whether these arrays and this operator are as last brought under the names; the arrays then get the operator.
+    # Whether these arrays and this operator are as last brought under the names; their works then note the operator.
     cdef bint is_of(self, list parts, op) except -1
 
 
@@ -102,7 +102,7 @@ cdef class Ending:
     cdef object cause_of(self, object error)
 
 
-# Seconds that a launching thread waits for a launch or a slot before it copies CPU memory.
+# Most seconds that a launching thread waits at a time for a launch or a slot before it copies CPU memory.
 cdef double COPY_WAIT
 
 

@@ -110,14 +110,14 @@ cdef class TensorEntry:
     work : Work
         The operation's work, pending from the start.
     shape : tuple of int
-        The array's shape; of a `Buffer` its count.
+        The array's shape; (count,) for an array without one, such as a `Buffer`; () for a barrier.
     """
 
     def __init__(self, int kind, int device, str name not None, array, bint receives=False):
         self._fill(kind, device, name, array, receives, None)
 
     cdef int _fill(self, int kind, int device, str name, object array, bint receives, tuple known) except -1:
-        """Fill this in from an array; `known` is its shape when it was last brought, or None."""
+        """Set the entry's fields from an array; `known` is its shape when it was last brought, or None."""
         cdef Operation noted
         cdef CUstream stream
         require_driver()
@@ -197,7 +197,7 @@ cdef class TensorEntry:
         return self.is_staged()
 
     def op_code(self, op, int size):
-        """Check that the operator can reduce this array; return the operator's number."""
+        """Check that the operator can reduce this array; note its number in the work's record, and return it."""
         if self.view.flavour >= BYTES:
             raise cannot_reduce(&self.view, f"array of {self.name!r}")
         code = builtin_op_code(op, &self.view, size, "a coordinator")
@@ -269,7 +269,7 @@ cdef class Remembered:
         ]
 
     cdef bint is_of(self, list parts, op) except -1:
-        """Return whether these arrays and this operator are as last brought; if so, give the arrays its number."""
+        """Return whether these arrays and this operator are as last brought; if so, note its number in their works."""
         cdef TensorEntry part
         cdef tuple known
         cdef Py_ssize_t i
@@ -402,8 +402,8 @@ cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
 # Most seconds that a launching thread waits for a launch or a slot before it copies CPU memory; if the wait fails, the
-# thread tries again later. The driver's call for a copy returns only when everything before it on the stream is done:
-# behind a launch that has not ended, the call would wait for other ranks.
+# thread tries again later. The driver's call for such a copy returns only when everything before it on the stream is
+# done: behind a launch that has not ended, the call would wait for other ranks.
 cdef double COPY_WAIT = 1e-3
 
 #: Least bytes of an allocation.
@@ -568,7 +568,10 @@ cdef class FusedLaunch(LaunchGroup):
         return not self.has_members()
 
     def copy_out(self):
-        """Copy the results out after the launch, and hand the works over to the monitor; this waits for the launch."""
+        """Wait for the launch, copy its results out, and hand the works over to the monitor.
+
+        If the launch has failed, nothing is copied and the works fail; the monitor holds them until the copies in end.
+        """
         cdef CUresult result
         cdef size_t i, n
         cdef Work work
@@ -656,12 +659,13 @@ cdef class FusedLaunch(LaunchGroup):
         self.fail(error)
 
     cdef int settled(self, object work) except -1:
-        """Note that one of the works is done."""
+        """Note that one of the works is done; drop all works once the last one is."""
         self.unsettled -= 1
         if self.unsettled == 0:
             works, self.works = self.works, []
             for one in works:
-                # Only the list and this loop refer to the work: it would be freed here, and the user's arrays with it.
+                # Only the list and this loop refer to the work: it would be freed here, and with it the user's arrays,
+                # which can run Python code. A thread for callbacks frees the works instead.
                 if Py_REFCNT(<PyObject*>one) <= 2:
                     user_executor.submit(works.clear)
                     break

@@ -2,7 +2,7 @@
 cdef class LaunchStep:
     # Wait a moment at most; return whether the step can then be executed without a wait for other ranks.
     cdef bint is_ready(self) except -1
-    # Execute the step.
+    # Execute the step; it must handle its errors.
     cdef int take(self) except -1
 
 

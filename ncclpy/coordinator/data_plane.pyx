@@ -57,7 +57,7 @@ cdef class LaunchStep:
         return True
 
     cdef int take(self) except -1:
-        """Execute the step; it raises nothing."""
+        """Execute the step. It must handle its errors: one that it raises counts as a defect of this library."""
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ cdef class LaunchQueue:
             return step.is_ready()
         except BaseException as error:
             self.on_error(error)
-            return True  # this step must not hold up the others, which may end other launches
+            return True  # a step with a defect must not hold up the steps behind it, which may end other launches
 
     cdef int _take(self, LaunchStep step) except -1:
         try:
@@ -222,7 +222,10 @@ def child_of(ProcessGroup group not None, timeout, bint timing=False):
 
 
 def tell_unmade(transport, error):
-    """Tell the other ranks that this one makes no coordinator over a transport: a group, or (store, rank, size)."""
+    """Tell the other ranks that this one makes no coordinator over a transport: a group, or (store, rank, size).
+
+    A group that has ended already is told nothing.
+    """
     cdef ProcessGroup group
     if isinstance(transport, ProcessGroup):
         group = transport
@@ -261,7 +264,7 @@ def store_of(ProcessGroup group not None):
 
 
 def epoch_of(ProcessGroup group not None):
-    """Return a group's current number, which changes each time that the group continues with other ranks."""
+    """Return a group's epoch, a number that changes each time that the group continues with other ranks."""
     return group.epoch()
 
 
@@ -272,7 +275,7 @@ def engine_name():
 
 
 def identity(int datatype, int op):
-    """Return the identity element of an operator, as bytes; None if all its bits are zero."""
+    """Return the identity element of an operator, as bytes; None for sums and averages, for which it is zero."""
     kind = DataType(datatype)
     if op in (SUM, AVG):
         return None
@@ -313,7 +316,7 @@ cdef class DataPlane:
     cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
     cdef list slots
     cdef object unsubmitted  # the FusedLaunch with copies for a launch that is not made yet, or None
-    cdef object unfinished  # the unfinished FusedLaunch of the slots, the oldest first
+    cdef object unfinished  # a deque: each FusedLaunch with works that have not ended, the oldest first
     cdef Ending ending
     cdef Py_ssize_t turn  # the index of the slot for the next launch
     cdef Copier copier
@@ -328,7 +331,7 @@ cdef class DataPlane:
         self.unfinished = deque()
         self.ending = Ending()
         self.connection = group.main_connection()
-        # Now: a later allocation may wait for launches of local ranks, and these for this rank.
+        # Memory is allocated now: a later allocation may wait for launches of local ranks, which wait for this rank.
         if must_copy_to_device():
             self._make_slots(_INITIAL_BYTES)
 
@@ -337,7 +340,7 @@ cdef class DataPlane:
         return self.connection.state != MAKING
 
     def is_free(self):
-        """Wait for a moment; return whether the next copy-in of CPU memory would then wait for no other rank."""
+        """Wait a moment at most; return whether the next copy-in of CPU memory would then wait for no other rank."""
         cdef FusionBuffer slot
         if host_engine or self.connection.state != MADE:  # the host engine copies on a stream, and no thread waits
             return True
@@ -345,7 +348,7 @@ cdef class DataPlane:
         return slot is None or not slot.used or wait_for_event(slot.free, deadline_after(COPY_WAIT)) == CUDA_SUCCESS
 
     cdef Communicator _comm(self):
-        """Return the communicator; raise if it is gone."""
+        """Return the communicator; raise if it is not made, or is gone."""
         cdef Connection connection = self.connection
         if connection.state != MADE or not connection.comms:
             self.group.check_usable()
@@ -609,7 +612,7 @@ cdef class DataPlane:
         return fused
 
     cdef Work _inner(self, FusedLaunch fused, int kind, str name):
-        """Return the work of a launch that other works follow."""
+        """Make the work of a launch in a slot and return it; the works of the brought arrays follow it."""
         cdef Work inner = new_work(kind, self.device)
         inner.entry.code = None  # no line of code: another thread may have brought what this thread launches
         inner.entry.key = name
@@ -626,13 +629,16 @@ cdef class DataPlane:
         return 0
 
     def abandon(self, error):
-        """Fail the launch that could not be made; its arrays are held until copies of them end."""
+        """Fail the launch that could not be made, if there is one; its arrays are held until copies of them end."""
         fused, self.unsubmitted = self.unsubmitted, None
         if fused is not None:
             fused.abandon(error)
 
     cdef tuple _staged(self, TensorEntry brought, int kind, object result, bint as_bytes):
-        """Return a launch, its work, the send and receive parts of the slot, and the factor for counts."""
+        """Copy an array into a slot; return the launch, its work, the slot's parts to send and receive, and a factor.
+
+        The factor converts counts of elements to those of the launch: bytes per element if `as_bytes`, else 1.
+        """
         cdef View view
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         cdef FusedLaunch fused
@@ -692,7 +698,8 @@ cdef class DataPlane:
             launch.end(error)
         for fused in list(self.unfinished):
             for work in fused.members():
-                # Otherwise copy_out fails the work later, and holds its array until the copies in have ended.
+                # Before `copy_out` has set `launch`, the work is not failed here: `copy_out` fails it, and holds its
+                # array until the copies in have ended.
                 if work.launch is fused:
                     work.settle(error)
         # A copy: when the group calls its hook, it marks the hook's error as given to the program.
@@ -701,7 +708,10 @@ cdef class DataPlane:
         self.group.end_with(group_error, text_of(error), True)
 
     def close(self, timeout):
-        """Wait for what was launched, and release everything."""
+        """Wait for what was launched, and release everything.
+
+        If the group has failed, also by this wait, its memory is never freed.
+        """
         cdef FusionBuffer slot
         cdef bint drained = False
         try:

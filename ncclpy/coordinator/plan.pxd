@@ -86,7 +86,7 @@ cdef class UsedMemory:
     cdef size_t longest
 
     cdef Py_ssize_t _first(self, uintptr_t start) noexcept
-    # Whether memory may be read, or written if `writes`, beside the uses in flight.
+    # Whether memory may be read, or written if `writes`, while the arrays in flight are in use.
     cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept
     cdef int add(self, uintptr_t start, size_t nbytes, bint writes) except -1
     cdef int remove(self, uintptr_t start, size_t nbytes) noexcept

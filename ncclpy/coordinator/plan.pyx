@@ -32,7 +32,7 @@ cdef class Call(Awaited):
     own : bytes
         This rank's own data, which all ranks receive.
     signatures : tuple of Signature
-        The signatures of operations that were begun by `begin` or `begin_all`.
+        The signatures of operations that were begun by `begin` or `begin_all`; () for an `AllReduce`.
     joinable : bool
         Whether the operation is defined without ranks that have joined.
     """
@@ -61,7 +61,7 @@ cdef class Call(Awaited):
         self.parts, self.signatures = parts, signatures
 
     def fail(self, error):
-        """End all its works with an error."""
+        """End all works of the call with an error."""
         for part in self.parts:
             part.fail(error)
 
@@ -71,7 +71,11 @@ cdef class Call(Awaited):
             part.withdraw(error)
 
     def launch(self, plane, owns, absent):
-        """Launch the operation, once all ranks have brought it; all-reduces are launched by the plan instead."""
+        """Launch the operation, once all ranks have brought it; an `AllReduce` is launched by steps of a plan instead.
+
+        `owns` has each rank's own data, and `absent` the number of ranks that have joined. Return the `FusedLaunch` to
+        copy out after the launch or None, for several arrays a list of these.
+        """
         raise NotImplementedError
 
 
@@ -81,7 +85,7 @@ cdef class RememberedCalls:
     Parameters
     ----------
     most : int
-        How many names, or groups of names, are remembered; when there would be more, all others are forgotten.
+        How many names, or groups of names, are remembered. One more makes this forget all that it has remembered.
     """
 
     def __init__(self, Py_ssize_t most):
@@ -120,7 +124,7 @@ cdef class AllReduce(Call):
     cdef int _fill(
         self, names, arrays, op, int device, int size, RememberedCalls remembered, prescale, postscale
     ) except -1:
-        """Fill this in with what is brought under a name or several names, which are plain `str`."""
+        """Set the call's fields from what is brought under one or several names, which are plain `str`."""
         cdef Remembered known = None
         cdef bint plain = prescale is None and postscale is None
         cdef Py_ssize_t i
@@ -162,7 +166,7 @@ cdef AllReduce new_all_reduce(name, array, op, int device, int size, RememberedC
 
 cdef object _ALL_REDUCE = Kind.ALL_REDUCE
 cdef dict _agreed = {}
-cdef Py_ssize_t _MOST = 4096
+cdef Py_ssize_t _MAX_AGREED = 4096
 
 
 cdef class Agreed:
@@ -207,7 +211,7 @@ cdef Agreed agreed_on(bytes fixed):
     cdef Agreed found = _agreed.get(fixed)
     if found is None:
         found = Agreed(fixed)
-        if len(_agreed) >= _MOST:
+        if len(_agreed) >= _MAX_AGREED:
             _agreed.clear()
         _agreed[fixed] = found
     return found
@@ -219,7 +223,7 @@ cdef class Ready:
     Parameters
     ----------
     call : Call or None
-        What this rank has brought; None if it has joined.
+        What this rank has brought; None if it has joined, or if the session has ended and so has failed the call.
     fixed : bytes
         What all have brought alike.
     owns : tuple of bytes
@@ -238,14 +242,14 @@ cdef class Ready:
 
 
 cdef class Step:
-    """One launch.
+    """One launch: of one or more all-reduced arrays, or of one operation of another kind with all its arrays.
 
     Attributes
     ----------
     operations : list of Ready
-        For each array the operation that it belongs to.
+        For each all-reduced array the operation that the array belongs to; otherwise the one operation.
     places : list of int
-        For each array its index in that operation.
+        For each all-reduced array its index in that operation; otherwise [0].
     signature : Signature
         The first array's signature.
     fused : bool
@@ -261,7 +265,7 @@ cdef class Step:
         return 0
 
     cdef list brought(self):
-        """Return this rank's arrays; None in place of each array of an operation that it has not brought."""
+        """Return this rank's array for each of `operations`; None in place of an array that it has not brought."""
         cdef Ready ready
         cdef Py_ssize_t i
         found = []
@@ -295,8 +299,8 @@ cdef Step _step(Ready ready, Py_ssize_t place, long long nbytes):
 cpdef list plan(list operations, long long fusion_bytes, long long large, bint staged):
     """Return the launches of a frame's operations, in order.
 
-    An all-reduce is fused into the last launch begun before it of the same type, operator, scales and memory, if that
-    has space, even if other launches lie between them.
+    An array is fused into the last fusion buffer begun before it for the same type, operator, scales, memory and
+    number of joined ranks, if the buffer has space, even if other launches lie between them.
 
     Parameters
     ----------
@@ -305,16 +309,17 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
     fusion_bytes : int
         Most bytes in a fusion buffer; 0 to copy nothing that need not be copied.
     large : int
-        An array of so many bytes or more is not copied: the copies would take longer than another launch.
+        An array of at least so many bytes is launched alone: copying it would take longer than another launch. It is
+        copied nevertheless if it is `staged`.
     staged : bool
-        Whether arrays of CPU memory have to be copied to the device in any case.
+        Whether arrays of CPU memory have to be copied to the device, also if they are launched alone.
 
     Returns
     -------
     list of Step
     """
     cdef list steps = []
-    cdef dict open_ones = {}
+    cdef dict open_steps = {}
     cdef Ready ready
     cdef Step step
     cdef Py_ssize_t place
@@ -330,11 +335,11 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
                 steps.append(_step(ready, place, nbytes))
                 continue
             alike = ready.agreed.kinds[place] if not ready.absent else (ready.agreed.kinds[place], len(ready.absent))
-            step = open_ones.get(alike)
+            step = open_steps.get(alike)
             if step is not None and step.nbytes + nbytes <= fusion_bytes:
                 step._add(ready, place, nbytes)
                 continue
-            step = open_ones[alike] = _step(ready, place, nbytes)
+            step = open_steps[alike] = _step(ready, place, nbytes)
             steps.append(step)
     for step in steps:
         if step.signature.kind is _ALL_REDUCE:
@@ -360,7 +365,7 @@ cdef class UsedMemory:
         return low
 
     cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept:
-        """Return whether memory may be read (or written, if `writes`) beside the uses in flight."""
+        """Return whether memory may be read (or written, if `writes`) while the arrays in flight are in use."""
         cdef Py_ssize_t first = self._first(start), at = first
         while at < self.count and self.rows[at].start < start + nbytes:
             if writes or self.rows[at].writes:
@@ -440,7 +445,8 @@ cdef class Pending:
         Raises
         ------
         ValueError
-            If one of its names is in flight, or one of its arrays overlaps memory in flight and either is written.
+            If one of its names is in flight or is listed twice, or one of its arrays overlaps memory in use and one of
+            the two is written.
         """
         cdef TensorEntry part, clash = None
         cdef str name, taken = None
@@ -535,7 +541,7 @@ cdef class Pending:
     def forget(self, Call call not None):
         """Remove what was noted of a call that could not be brought: all, a part or nothing of the call.
 
-        A signal handler may have raised anywhere.
+        An error, a signal handler's too, may have ended the bringing before or after `enter` or within it.
         """
         if self.calls.get(call.key) is call:
             del self.calls[call.key]

@@ -261,7 +261,7 @@ class Session:
                 self._set_gate()
 
     def _set_gate(self) -> None:
-        """Shut the gate if a call of `check` is needed before an operation is brought, else open it. Needs the lock."""
+        """Shut the gate if a call of `check` must precede bringing an operation, else open it. Needs the lock."""
         why_not = (self.error, self._closing, self._joining, self._joined)
         self._gate.shut = any(each is not None for each in why_not)
 

@@ -91,8 +91,8 @@ class Coordinator(Operations):
         not brought.
     timeline : path, optional
         A file for the phases of each operation, as a Chrome trace: of rank 0, or, if the path has a ``{rank}`` in it,
-        a file for each rank. If it cannot be written the logger ``ncclpy.coordinator`` says so once, and nothing else
-        changes.
+        a file for each rank. If it cannot be written, the logger ``ncclpy.coordinator`` says so once, and nothing
+        else changes.
     device : int, optional
         Over a store or MPI, the ordinal of this rank's device. By default the current device. Over MPI, if ranks of
         one machine would share it, the default is the device that has this rank's number among the ranks of its
@@ -223,7 +223,7 @@ class Coordinator(Operations):
         return _TIMEOUT if self._options.timeout is None else self._options.timeout
 
     def _current(self) -> Session:
-        """Return the current session; begin a new one if the group has continued with other ranks."""
+        """Return the session; if the group has continued with other ranks, end the session and begin a new one."""
         if os.getpid() != self._process:
             raise RuntimeError("this process is a fork: the Coordinator belongs to its parent; make a new one here")
         if self._group is None or epoch_of(self._group) == self._epoch or self._is_closed:
@@ -285,6 +285,17 @@ class Coordinator(Operations):
         -------
         ProcessSet or None
             None on a rank that is not a member; such a rank need not call this.
+
+        Raises
+        ------
+        ValueError
+            If `ranks` is empty, names a rank twice, or names one that does not exist; or if this rank has joined.
+        NcclTimeout
+            If not all members have called this within `timeout`: this rank's call counts nevertheless, and a second
+            call with the same ranks only waits again. Or if not all have within the coordinator's timeout: then no
+            call counts any longer.
+        NcclAborted, NcclRemoteError
+            If the coordinator has ended.
         """
         session, epoch = self._current(), self._epoch
         members = tuple(sorted(as_integer(rank, "ranks") for rank in ranks))
@@ -299,8 +310,8 @@ class Coordinator(Operations):
     def start_timeline(self, path: str | os.PathLike[str]) -> None:
         """Start a file with the phases of each operation that is brought from now on, as the option `timeline` does.
 
-        Call this on each rank that shall write a file. On GPUs the phase *run* begins with the launch, unless the
-        coordinator was made with `timeline`.
+        Call this on each rank that shall write a file. The phase *run* begins when the device begins the operation;
+        for an array that is copied through a fusion buffer it begins with the launch.
 
         Parameters
         ----------

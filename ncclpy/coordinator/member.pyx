@@ -144,7 +144,8 @@ def _forked():
 os.register_at_fork(after_in_child=_forked)
 
 
-# Arrays from this size on are launched alone: copying them takes longer than a launch, as measured.
+# Arrays of at least so many bytes, or of a quarter of `fusion_bytes`, are launched alone: copying them takes longer
+# than a launch, as measured.
 cdef long long _LARGE_ON_HOST = 64 << 10
 cdef long long _LARGE_ON_DEVICES = 16 << 20
 

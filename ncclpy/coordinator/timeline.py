@@ -21,7 +21,8 @@ class Timeline:
     """Write events to a JSON array as they occur, from a thread that sleeps in between.
 
     Each operation is a row of phases: *negotiate*, until all ranks have brought it; *fuse*, until it is copied and
-    launched with others; *wait for data*, until the device can begin; *run*.
+    launched with others; *wait for data*, until the device begins it; *run*. When the device begins is not known for
+    an array that is copied through a fusion buffer: *run* then begins with the launch.
 
     If the file cannot be written, as on a full disk, the logger ``ncclpy.coordinator`` warns once and the file stays
     as it is; the operations are not affected.

@@ -541,7 +541,7 @@ cdef class Node:
         self.node.settle()
 
     def look(self, double time):
-        """Report operations that wait for long, or too long; return when to look again, or infinity."""
+        """Report operations that wait for long or are overdue; return when to look again, or infinity."""
         next = self.node.look(time)
         self.node.settle()
         return next

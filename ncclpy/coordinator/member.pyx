@@ -144,8 +144,8 @@ def _forked():
 os.register_at_fork(after_in_child=_forked)
 
 
-# Arrays of at least so many bytes, or of a quarter of `fusion_bytes`, are launched alone: copying them takes longer
-# than a launch, as measured.
+# Arrays of at least so many bytes, or of a quarter of `fusion_bytes` if that is less, are launched alone: copying
+# them takes longer than a launch, as measured.
 cdef long long _LARGE_ON_HOST = 64 << 10
 cdef long long _LARGE_ON_DEVICES = 16 << 20
 
@@ -215,7 +215,7 @@ cdef class ProcessSetWorker:
         return f"{kind}.unnamed.{number}"
 
     def return_name(self, str kind not None, str name not None):
-        """Have `next_name` return a name again, as its operation was not brought; not if a later one was returned."""
+        """Have `next_name` return this name again, as it was not used; do nothing if it has returned a later one."""
         cdef long long number = self.unnamed.get(kind, 0) - 1
         if name == f"{kind}.unnamed.{number}":
             self.unnamed[kind] = number

@@ -309,8 +309,8 @@ cpdef list plan(list operations, long long fusion_bytes, long long large, bint s
     fusion_bytes : int
         Most bytes in a fusion buffer; 0 to copy nothing that need not be copied.
     large : int
-        An array of at least so many bytes is launched alone: copying it would take longer than another launch. It is
-        copied nevertheless if it is `staged`.
+        An array of at least so many bytes is launched alone: copying it would take longer than another launch. With
+        `staged`, an array of CPU memory is copied nevertheless.
     staged : bool
         Whether arrays of CPU memory have to be copied to the device, also if they are launched alone.
 

@@ -1,6 +1,7 @@
 """The status service of a communicator.
 
-It also ends the communicator here when another process has ended it, or is gone while an operation waits.
+The service also ends the communicator in this process when another process has ended the communicator, or when the
+other process is gone while an operation waits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ __all__ = ["CommunicatorStatus"]
 
 _T = TypeVar("_T")
 
-#: Seconds after the end of a process before the communicator ends, if an operation waits: the operation may complete.
+#: Seconds from the end of a process to the first look at what waits here, and between two looks. The communicator ends
+#: if the same operations wait at two looks in a row: an operation that completes meanwhile did not need the process.
 _GRACE = 0.7
 
 
@@ -49,13 +51,14 @@ class CommunicatorStatus(StatusService, Generic[_T]):
     look
         Called with the owner and one of these ranks; returns its status, see `Reports`.
     oplogs
-        By rank, the operation logs of what they have launched, where there are any: a log is published even while
-        a call keeps the GIL.
+        By rank, the operation log of the rank's launches, for ranks that have one: the store can publish a log even
+        while a call keeps the GIL.
     rendezvous
         The rendezvous of the ranks.
     end_owner
         Called with the owner, the reason and the name of the exception's class once another process has ended the
-        communicator, or has itself ended while an operation waits. It runs in a thread that must not be held up.
+        communicator, another process is gone while an operation waits, or the others count this process as lost. It
+        runs in a thread that must not be held up.
     forget
         Called when the last live process leaves, before the keys of this service are cleared away.
     """
@@ -93,7 +96,7 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         self.start(self._oplogs, self._take_end, self._take_gone, self._end_without, self._is_kept)
 
     def _is_kept(self) -> bool:
-        """Return whether the owner is there; leave if it was dropped."""
+        """Leave if the owner was dropped; return whether this service has not left, so that it still publishes."""
         if self._owner() is None:
             self.leave()
         return not self.is_over
@@ -108,7 +111,10 @@ class CommunicatorStatus(StatusService, Generic[_T]):
             tell_end(self.store, End(text, self.rank, kind=kind))
 
     def look_for_end(self) -> bool:
-        """Check whether another process has ended the communicator; if so, end it here and return True."""
+        """Check whether another process has ended the communicator; if so, end it here and return True.
+
+        The communicator ends too if this process has lost its lease. After `leave` the result is False.
+        """
         try:
             end = self.announced_end()
         except LeaseEnded as error:  # this process was stopped, and the others have continued without it
@@ -135,7 +141,10 @@ class CommunicatorStatus(StatusService, Generic[_T]):
         call_at(time.monotonic() + _GRACE, functools.partial(self._look_again, rank, why, waiting))
 
     def _look_again(self, rank: int, why: str, waiting: object) -> None:
-        """End the communicator if an operation waits that waited at the last look too; otherwise look again later."""
+        """End the communicator if the same operations wait as at the last look; otherwise look again later.
+
+        Nothing is done once this process has left, the owner was dropped, or `rank` has closed the communicator.
+        """
         if self.is_over or self._owner() is None:
             return
         waits = self.waits_for()

@@ -42,7 +42,8 @@ _ends: set[Confirmation] = set()
 def wait_for_ends() -> None:
     """Wait until the other ranks know of the ends that this process tells, `EXIT_PATIENCE` seconds at most.
 
-    A process that serves a store calls this before the store ends: the other ranks read there what the ranks do.
+    A process that serves a store calls this before the store ends: the other ranks read in the store why the group has
+    ended, and what the ranks do.
     """
     deadline = time.monotonic() + EXIT_PATIENCE
     while _ends and time.monotonic() < deadline:
@@ -133,11 +134,14 @@ class Confirmation:
                 self._store.set(self.key(rank), b"1")
 
     def wait(self) -> bool:
-        """Wait until the other ranks have confirmed, if they can; return whether communicators may be aborted."""
+        """Wait until the other ranks have confirmed, if they can; return whether communicators may be aborted.
+
+        If the store is gone, wait `_STOPPED_PATIENCE` seconds in all. Return False only if Python ends.
+        """
         begun = self._confirmed_at or time.monotonic()
         if self.wait_shortly(math.inf):
             return True
-        if not _python_ends.is_set():  # the others get time to find out by themselves
+        if not _python_ends.is_set():  # the wait below gives the others time to detect the end by themselves
             _log.warning(
                 "rank %d aborts a communicator and cannot tell the others, as it cannot reach the store any more: "
                 "their operations that end from now on may have wrong data",
@@ -147,9 +151,9 @@ class Confirmation:
         return not _python_ends.is_set()
 
     def wait_shortly(self, limit: float) -> bool:
-        """Wait as `wait` does, `limit` seconds at most; return False if the store is gone.
+        """Wait for the confirmations, `limit` seconds at most; return False if the store is gone, True otherwise.
 
-        The store may end with the process of the rank that serves it.
+        The result is True also if the limit has passed. The store may end with the process of the rank that serves it.
         """
         begun = time.monotonic()
         missing, patience = self._others, Patience(self._confirmed_at or begun)

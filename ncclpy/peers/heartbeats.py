@@ -1,11 +1,11 @@
 """Heartbeats: how a rank knows that ranks on other machines are alive, in a store that has no leases.
 
-Each rank with peers on another machine increments a count under a key of its own, in a thread that needs no GIL if the
-store has one. A rank that waits reads the counts of the others. With its count, each rank announces after how many
-seconds without a change it counts as silent. The process or the machine of a silent rank has ended, is stopped, or
-cannot reach the store any more; which of these is the case cannot be known. So before an abort the others wait for a
-silent rank as for a live one (`confirmation`), and a silent rank that runs again raises the error that the others have
-raised.
+Each process with peers on another machine increments a count under a key of its first rank, in a thread that needs
+no GIL if the store has one. A process that waits reads the counts of the others. With its count, each process
+announces after how many seconds without a change its first rank counts as silent. The process or the machine of a
+silent rank has ended, is stopped, or cannot reach the store any more; which of these is the case cannot be known. So
+before an abort the others wait for a silent rank as for a live one (`confirmation`), and a silent rank that runs again
+raises the error that the others have raised.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Heartbeats:
         self._native: StatusPublication | None = None
         self._over = threading.Event()
         self._begun = False
-        self._all_have_made = False  # whether all ranks have made the group
+        self._all_have_made = False  # whether all ranks have made the group, or the store has no heartbeats
         self._waited_for: object = None  # what this process waited for at the last look
         self._count, self._due = 0, 0.0
         self._readings: dict[int, _BeatReading] = {}
@@ -130,7 +130,7 @@ class Heartbeats:
         return []
 
     def beat(self) -> None:
-        """Increment the count, unless the store's thread does; begin once a rank elsewhere has made the group."""
+        """Increment the count if no thread of the store does; begin once a rank elsewhere has made the group."""
         if self._over.is_set() or (self._all_have_made and not self._begun):
             return
         moment = time.monotonic()
@@ -146,7 +146,7 @@ class Heartbeats:
             self.close()
 
     def _count_made(self) -> None:
-        # Read before the processes: ranks publish their process before they count themselves.
+        # The number is read before the processes: ranks publish their process before they count themselves.
         nmade = number_of(self._value(_MADE_KEY))
         self._processes.look()
         self._all_have_made = nmade >= self._size

@@ -66,6 +66,9 @@ class Inquiries:
     def ask(self, look: Callable[[], dict[str, Any]]) -> Answer:
         """Return what all ranks do, in a sentence and as data, or None for either.
 
+        If no answer arrives within `_ANSWER_TIMEOUT` seconds, the sentence says so and names the stopped processes of
+        this machine; the data are None.
+
         Parameters
         ----------
         look

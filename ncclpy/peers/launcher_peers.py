@@ -40,13 +40,13 @@ _SILENT_STORE_PAUSE = 10.0
 _STOPPED_AFTER = 0.5
 #: The most missing ranks that the store is asked about.
 _MAX_CHECKED = 16
-#: What the error says of missing ranks, by their state: nothing else is known of them.
+#: What the error adds for missing ranks, by their state. It names ranks with ended processes already.
 _STATE_TEXTS = {
     "not_joined": "not reached the launcher's store either",
     "unknown": "reached the launcher's store, and the state of its process is not known",
 }
 
-#: When the launcher's store failed to answer last, and the sentence about it.
+#: When the launcher's store failed to answer last, and the sentence about it; None if its last answer arrived.
 _last_silence: tuple[float, str] | None = None
 
 
@@ -91,7 +91,7 @@ class LauncherPeers(PeerStatusHook):
         abort_for(comm, peer_error_class(kind)(f"communicator {self._name!r} was aborted{text}"))
 
     def of_part(self, comm: Any) -> LauncherPeers | None:
-        """Return the `LauncherPeers` of a communicator that was made of some of these ranks."""
+        """Return the `LauncherPeers` of a communicator of some of these ranks; None where they cannot be asked."""
         store = PrefixStore(f"part/{quote(name_of(comm) or '', safe='')}", self._store)
         return launcher_peers_of(comm, store, comm.rank, comm.nranks)
 
@@ -201,7 +201,8 @@ def status_of(rank_status: tuple[Any, ...]) -> dict[str, Any]:
 def describe_late(late: NcclTimeout) -> None:
     """Add what is known of each rank to the error of a rendezvous of `Communicator.from_env`.
 
-    A missing rank has no status service yet that could answer: only the launcher's store knows of its process.
+    A missing rank has no status service yet that could answer: only the launcher's store knows of its process. Ranks
+    that are not missing have the state ``"running"``; if no rank is known to be missing, the error is left as it is.
     """
     try:
         missing = [rank for rank in late.missing or () if isinstance(rank, int)]

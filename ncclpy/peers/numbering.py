@@ -4,8 +4,8 @@ The n-th group that a rank makes is the n-th of the other ranks. The store has, 
 groups are over (``base``) and, for each rank, the last group that it has made and the process that has made it
 (``by/RANK``). If a process finds under its rank another process, which has ended without closing its group, it raises
 ``base`` to the number of that group: all ranks continue the count from there. It also tells the ranks that are still
-in that group. The same happens if the process that began a group has ended. If the other process lives, two processes
-have the same rank, and both are told.
+in that group. The same happens if the process that began a group has ended without closing it. If the other process
+lives and its group has not failed, two processes have the same rank, and both are told.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Numbering:
         return last is not None and last.number >= number
 
     def earlier_process_state(self, rank: int, number: int) -> str:
-        """Return the state of the process that made an earlier group as a rank: "ended", or "" if it may live."""
+        """Return "ended" if a process made an earlier group as this rank, and is known to have ended; else ""."""
         last = self._last(rank)[1]
         return "ended" if last is not None and last.number < number and self.lives(last) is False else ""
 
@@ -183,7 +183,11 @@ class Numbering:
             self.store.compare_set(f"{self._place}/base", b"%d" % base if base else None, b"%d" % number)
 
     def _forget(self, number: int) -> None:
-        """Delete the counts of ranks that have made no later group."""
+        """Clear away, once all ranks have left a group, the keys that are not needed to number later groups.
+
+        In a `GroupStore`, where the name is not used again, these are all keys of the name. Otherwise they are the
+        counts of ranks that have made no later group, and the earlier attempts that have failed.
+        """
         if isinstance(self.store, GroupStore):  # the name is not used again
             _clear(PrefixStore(self._place, self.store))
         elif self._size > 1:
@@ -288,7 +292,10 @@ class Numbering:
                 self._tell(each, text)
 
     def lives(self, made: _Made) -> bool | None:
-        """Return whether the process that has made a group lives; None if that is not known."""
+        """Return whether the process that has made a group lives.
+
+        None if the process is on another machine and the store has no leases.
+        """
         if made.process.get("machine") == MACHINE:
             return process_state(int(made.process["pid"]), str(made.process["start"])) != "ended"
         store, probe = self.part(made.number), f"lease/{self._rank}"

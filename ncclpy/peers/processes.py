@@ -62,7 +62,7 @@ class PeerProcesses:
             self._store.append(_PROCESSES, lines.encode())
 
     def look(self) -> None:
-        """Watch the processes that ranks have published, if they are not watched yet."""
+        """Watch the processes that ranks of this machine have published, if they are not watched yet."""
         if self._over:
             return
         with contextlib.suppress(StoreError, NcclTimeout, ValueError):

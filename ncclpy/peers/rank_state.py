@@ -29,7 +29,8 @@ class OperationInfo:
     operation
         Its name, such as ``"all_reduce"``; for a coalesced group, the name of its first operation.
     seq
-        Its number among the group's collectives or, for a send or receive, among those of these two ranks.
+        Its number among the group's collectives; for a send or receive, and for a block of only these, its number on
+        their communicator.
     dtype
         The name of its data type.
     count
@@ -79,17 +80,16 @@ class RankState:
         the device waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has
         begun `current` on a communicator without a deadline, and it is not known whether `current` is done.
         ``"idle"``: it is in no operation of the group, and its Python runs. ``"in_other_group"``: it is in no
-        operation of the group, but in one of another group or communicator. ``"in_rendezvous"``: likewise, but it
-        waits for other ranks in a call such as `split`. ``"closed"``: it has closed the group, or given up the
-        communicator.
-        ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
-        ``"unresponsive"``: it has not answered, but its process lives as far as is known: its Python does not run,
-        as in a call that keeps the GIL. ``"lost"``: the store has lost it: its process has ended, or its
-        machine or the network to it is gone. ``"not_joined"``: it has not made this group. ``"unknown"``: nothing
-        is known of it.
+        operation of the group, but in one of another group or communicator. ``"in_rendezvous"``: it is in no
+        operation, and waits for other ranks in a call such as `split`. ``"closed"``: it has closed the group, or given
+        up the communicator. ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a
+        debugger. ``"unresponsive"``: it has not answered, but its process lives as far as is known: its Python does
+        not run, as in a call that keeps the GIL. ``"lost"``: its lease in the store, or its heartbeats there, have
+        ended: its process has ended, its machine or the network to it is gone, or (in a store without leases) its
+        process is stopped. ``"not_joined"``: it has not made this group. ``"unknown"``: nothing is known of it.
     current
         The first operation that it has begun and not finished, None if there is none; for a rank that did not answer,
-        by its last status. For a rank that is ``"in_other_group"``, an operation of the group `where`.
+        by its last status. For a rank that is ``"in_other_group"``, an operation of the group or communicator `where`.
     finished
         The last operation that it has finished, None if there is none; for a rank that did not answer, by its last
         status.
@@ -107,7 +107,7 @@ class RankState:
     stack
         Where its Python was when it answered: frames of the thread that made the group, or of the main thread, the
         innermost first, ``"train.py:41 in load"``. Empty if it did not answer, for the rank that has asked, and, in
-        errors, for ranks that wait in the same operation as that rank.
+        errors, for ranks that wait in the same operation as that rank; an error has at most eight stacks.
     """
 
     rank: int

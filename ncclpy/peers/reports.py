@@ -1,10 +1,11 @@
 """The status of the ranks of a group: each puts it into the store, and sends it at once when a rank in trouble asks.
 
 At most once a second, and only if its status has changed, a rank writes the status under a key of its own. The other
-ranks read it there if the rank cannot answer any more. A store with native publications writes the status from a
-thread that needs no GIL, and answers questions at once while a call keeps the GIL. A rank in trouble asks by
-incrementing a number that all ranks watch; each answers under a key of that number. If a rank does not answer at once,
-the asking rank checks whether its process lives, by its lease and, on the same machine, in /proc.
+ranks read it there if the rank cannot answer any more. A store with native publications writes the status under that
+key from a thread that needs no GIL, and at once when a rank asks, even while a call keeps the GIL. A rank in trouble
+asks by incrementing a number that all ranks watch; each answers, from Python, under a key of that number. If a rank
+does not answer at once, the asking rank checks whether its process lives, by its lease and, on the same machine, in
+/proc.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: Seconds of a slice of the wait for answers; between slices the asking rank checks which ranks cannot answer.
 _SLICE = 0.05
-#: A store counts as slow if one operation takes `_SLOW_OPERATION` seconds. The wait for answers is longer by the time
-#: of `_SLOW_FACTOR` operations.
+#: If one operation of the store takes longer than `_SLOW_OPERATION` seconds, a thread deletes the answers. In any
+#: store the wait for answers is longer by the time of `_SLOW_FACTOR` operations.
 _SLOW_OPERATION, _SLOW_FACTOR = 0.02, 3
 #: The most questions that are answered at a time; earlier ones get no answer.
 _MAX_QUESTIONS = 64
@@ -70,9 +71,9 @@ class Reports:
     rank, size
         This rank, and the number of ranks.
     look
-        Returns this rank's status as JSON knows it: ``current``, ``finished`` and ``since``.
+        Returns this rank's status as a dict of JSON's types, with at least ``current``, ``finished`` and ``since``.
     is_gone
-        Called with a rank; returns whether it has made the group, and its lease has ended.
+        Called with a rank; returns whether it has made the group, and its lease or its heartbeats have ended.
     has_made
         Called with a rank; returns whether it has made the group.
     answer
@@ -105,7 +106,7 @@ class Reports:
 
     def begin(self, source: Any) -> None:
         """Have the store publish this rank's status by itself, from a native source of it, if it can."""
-        rest = b"," + pack({"process": process()})[1:]  # its last fields, and the closing brace
+        rest = b"," + pack({"process": process()})[1:]  # the last fields of a status, and the closing brace
         with contextlib.suppress(StoreError):  # if the store has failed, the next write from Python raises the error
             self._publication = self.store._publish_status(self.key(self.rank), rest, ASKED, source)
 
@@ -169,12 +170,13 @@ class Reports:
         Parameters
         ----------
         patience
-            Seconds for ranks with live processes to answer.
+            Seconds for ranks with live processes to answer; by default `PATIENCE` or `PATIENCE_UNWATCHED`, and more if
+            the store is slow.
 
         Raises
         ------
         StoreError
-            If the store is gone.
+            If the store is gone, or this rank has closed the group.
         """
         begun = time.monotonic()
         number = self.while_open(lambda: self.store.add(ASKED))
@@ -221,7 +223,7 @@ class Reports:
         return has_closed(self.store, rank)
 
     def is_lost(self, rank: int) -> bool:
-        """Return whether a rank can no longer take part: its process has ended, or it has closed the group."""
+        """Return whether a rank can no longer take part: it is ``"closed"``, ``"ended"`` or ``"lost"``."""
         return self.end_of(rank) != ""
 
     def end_of(self, rank: int) -> str:
@@ -239,7 +241,7 @@ class Reports:
         return self._describe(rank, last=True).state
 
     def stop_of(self, rank: int) -> int:
-        """Return a number that differs for each stop of a rank's process; the process is on this machine."""
+        """Return a number that differs for each stop of a rank's process on this machine; 0 if none is published."""
         peer_process = _status_in(self.store.compare_set(self.key(rank), None, None)[1]).get("process")
         return 0 if peer_process is None else voluntary_switches(peer_process["pid"])
 
@@ -319,7 +321,7 @@ def operations_before_close(store: Store, rank: int) -> dict[str, int] | None:
 
 
 def _state_here(process: dict[str, Any] | None) -> str | None:
-    """Return the state of the process in a status, None if that process is not on this machine."""
+    """Return "lives", "stopped" or "ended" for the process in a status; None if it is not on this machine."""
     if process is None or process["machine"] != MACHINE:
         return None
     return process_state(process["pid"], process["start"])
@@ -384,7 +386,7 @@ def has_begun_to_end(pid: int, start: str) -> bool:
 
 
 def voluntary_switches(pid: int) -> int:
-    """Return how often the main thread of a process has left its core by itself, 0 if there is no such process.
+    """Return the number of voluntary context switches of a process's main thread, 0 if there is no such process.
 
     A stop adds one. If the number is the same at two moments at which the process is stopped, the process has not run
     between them.
@@ -394,7 +396,7 @@ def voluntary_switches(pid: int) -> int:
 
 
 def process_state(pid: int, start: str) -> str:
-    """Return whether a process of this machine lives, is stopped, or has ended."""
+    """Return "lives", "stopped" or "ended" for a process of this machine, by its pid and start time."""
     state, since, _ = _stat(pid)
     if since != start or state in ("Z", "X", ""):
         return "ended"

@@ -118,7 +118,10 @@ class Start:
             raise failure
 
     def end_start(self, ready: bool) -> None:
-        """Stop listening; if the communicator is `ready`, all ranks have reached NCCL: clear the rendezvous away."""
+        """Stop listening; if the communicator is `ready`, have rank 0 delete the keys of the rendezvous.
+
+        No rank reads them any more: all ranks have reached NCCL.
+        """
         self._stop_listening()
         if ready and self.place.rank == 0:
             self.rendezvous.forget(self.rendezvous_key, range(self.place.size))
@@ -132,7 +135,11 @@ class Start:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed; if the cause is another rank's failure, raise that instead."""
+        """Tell the others that this rank has failed with `error`.
+
+        If another rank's failure has aborted the communicator, and `error` is an `NcclError`, raise that failure
+        instead.
+        """
         self._stop_listening()
         if self._remote_failure is not None and isinstance(error, NcclError):
             raise self._remote_failure from error

@@ -2,8 +2,8 @@
 
 Each process publishes the status of its ranks and answers questions. A rank in trouble asks all others and leaves
 their answers in the store for ranks that are in trouble later: by then a rank may have ended the operation that it
-was in, and would answer something else. The rank that ends the group writes the `End` under a key that is written
-once. Every rank confirms that it knows of the end before one of them aborts a communicator.
+was in, and would answer something else. The rank that ends the group writes the `End` under a key that keeps the
+first end (see `tell_end`). Every rank confirms that it knows of the end before one of them aborts a communicator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ENDED", "End", "StatusService", "end_of", "read_end", "tell_end"]
 
 _log = logging.getLogger("ncclpy.peers")
 
-#: All ranks watch the keys with this prefix: that of the end, which is written once, and that of questions.
+#: All ranks watch the keys with this prefix: the key of the end and the key of questions.
 _WATCHED_PREFIX = "told/"
 ENDED = "told/ended"
 #: Prefix of the keys of the question that is asked before a group ends. Behind it: the key by which the first rank in
@@ -69,7 +69,7 @@ class End:
     handles
         The handles of the groups that are reconfigured together, if the group ends because of that.
     kind
-        The name of the class of the exception on the rank that tells the end: all ranks raise this class.
+        The name of the exception's class; `peer_error_class` returns the class that the other ranks raise for it.
     only_if_asked
         Whether ranks ignore this end when it is announced, since they normally learn of it in another way. They read
         it only when they ask on their own, such as after their process was stopped.
@@ -98,7 +98,10 @@ class End:
 
 
 def tell_end(store: Store, end: End) -> None:
-    """Tell the ranks of a part of a store that their group has ended, unless another rank was faster."""
+    """Tell the ranks of a part of a store that their group has ended, unless another rank was faster.
+
+    An end that ranks ignore (`End.only_if_asked`) is replaced by one that they do not ignore.
+    """
     first, present = store.compare_set(ENDED, None, end.packed())
     if not first and present is not None and not end.only_if_asked and read_end(present, store).only_if_asked:
         store.set(ENDED, end.packed())  # all ranks have to be told `end`; they ignore the end that was there
@@ -149,7 +152,7 @@ class StatusService:
     own
         The ranks of this process, and ``rank`` the first of them.
     reports
-        The `Reports` of the first of them.
+        The `Reports` of ``rank``.
     is_watched
         Whether the store reports changes; otherwise the service reads the store a few times a second.
     is_over
@@ -340,8 +343,8 @@ class StatusService:
     def inquire_at(self, failure_prefix: str | None, subject: OperationInfo | None, _: bool) -> Answer:
         """Answer as `inquire` does; one rank asks for all ranks whose failure has the same prefix.
 
-        `failure_prefix` is a prefix of keys, one for each failure that ranks have in common, such as that of a
-        rendezvous. If it is None this rank asks for itself.
+        `failure_prefix` is a prefix of keys, one for each failure that ranks have in common, such as the failure of a
+        rendezvous. If it is None this rank asks for itself. The last parameter is not used: `Inquiries` passes it.
         """
         try:
             trouble, key = f"{failure_prefix}/{_TROUBLE_KEY}", f"{failure_prefix}/{_ANSWER_KEY}"
@@ -354,7 +357,7 @@ class StatusService:
                 answer = {"said": summary, "ranks": as_data(found), "rank": self.rank, "at": time.time()}
                 packed = json.dumps(answer).encode(errors="replace")
                 self.reports.while_open(lambda: self.store.set(key, packed))
-        except NcclError as error:  # the store is gone, or the rank that asks
+        except NcclError as error:  # the store or the rank that asks is gone, or this rank has closed
             return f"What the other ranks do is not known: {error}", None
         return summary, found
 
@@ -387,7 +390,7 @@ class StatusService:
     def wait_until_confirmed(self, limit: float | None = None) -> bool:
         """Wait until the other ranks have confirmed, if they can; by default as long as is needed before an abort.
 
-        Return whether communicators may be aborted then.
+        Return whether communicators may be aborted then; with a `limit`, whether the store could be asked.
         """
         return self._confirmation.wait() if limit is None else self._confirmation.wait_shortly(limit)
 
@@ -430,7 +433,7 @@ class StatusService:
         """Clear away all that the ranks have written through this service: all have left."""
         self._processes.forget()
         of_ranks = [key(rank) for key in (Reports.key, Confirmation.key) for rank in range(self.size)]
-        # Answers that ranks have given after the asking rank had deleted the others.
+        # These answers were written after the asking rank had deleted the answers to its question.
         late = self.store.keys(ANSWERS) if number_of(self.store.compare_set(ASKED, None, None)[1]) else []
         for key in (*of_ranks, *late, ASKED, ENDED, f"{_END_PREFIX}/{_TROUBLE_KEY}", f"{_END_PREFIX}/{_ANSWER_KEY}"):
             self.store.delete(key)

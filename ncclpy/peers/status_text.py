@@ -1,7 +1,9 @@
 """What all ranks of a process group, or of a communicator, do: in one sentence, for people.
 
-The sentence begins with the ranks that keep others waiting, and names all of them. It ends with the ranks that wait,
-and only counts these where their names would make it too long to read.
+The sentence begins with the ranks in a state that no operation explains, such as an ended process, and names all of
+them. Then follow ranks in other operations or in none, and ranks that wait in the operation that the sentence is
+about. If there are too many clauses to read, the ranks of some are only counted, after the named ones. The sentence
+ends with the Python stacks of up to two groups of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _MAX_STACKS, _MAX_STACKS_IN_TEXT = 8, 2
 #: States that no operation explains: the others wait for such a rank, and it is always named.
 _AWAITED_STATES = ("ended", "stopped", "unresponsive", "lost", "not_joined", "closed", "unknown")
 #: States of which a clause names only some ranks if there are many. In the other states each rank may be one that
-#: others wait for, so all are named.
+#: others wait for, so a clause names all of its ranks.
 _SHORTENED_STATES = ("in_other_group", "in_rendezvous", "running", "launched")
 #: All states in the order of the sentence; ranks that wait in the operation that is asked about come after them.
 _ORDER = (*_AWAITED_STATES, "blocked_on_input", "idle", "in_other_group", "in_rendezvous", "running", "launched")
@@ -115,14 +117,14 @@ def sentence(
 
 
 def keep_stacks(states: Iterable[RankState], subject: OperationInfo | None) -> tuple[RankState, ...]:
-    """Return the states, with stacks only of ranks that an operation waits for, and of `_MAX_STACKS` ranks at most.
+    """Return the states without the stacks of ranks that wait in an operation, and with `_MAX_STACKS` stacks at most.
 
     Parameters
     ----------
     states
         The states of all ranks.
     subject
-        The operation: ranks that wait in it hold no other rank up.
+        The operation, None if there is none: ranks that wait in it hold no other rank up.
     """
     found, left = [], _MAX_STACKS
     for each in states:
@@ -135,7 +137,7 @@ def keep_stacks(states: Iterable[RankState], subject: OperationInfo | None) -> t
 
 
 def _stacks(states: Iterable[RankState]) -> str:
-    """Return where Python is on the ranks with known stacks; ranks at the same place are named together."""
+    """Return where Python is on ranks with known stacks: `_MAX_STACKS_IN_TEXT` places, each with all ranks there."""
     alike: dict[str, list[int]] = {}
     for each in states:
         if each.stack:
@@ -238,7 +240,10 @@ def _heard_last(current: str, last: str) -> str:
 
 
 def _awaited_template(state: RankState, last: str) -> tuple[str, int]:
-    """Return the template and the place for a rank that does not answer; `last` is what was last known of it."""
+    """Return the template and the place for a rank in one of `_AWAITED_STATES`, or in a state of another version.
+
+    `last` is what was last known of the rank.
+    """
     templates = {
         "closed": "{who} {have} closed the {thing}",
         "ended": "{process} {have} ended",

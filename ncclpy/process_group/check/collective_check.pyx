@@ -2,9 +2,10 @@
 
 Each rank writes a note of what it brings to the group's n-th collective into an exchange, which all ranks can read. It
 waits until all ranks have written a note for that number, and reads them. All waiting ranks read the same notes, so
-all reach the same result. With ``check="first"`` a rank that has compared the same calls before writes its note and
-does not wait. A rank that brings other calls at that number, which it has not compared before, waits: it finds that
-note, and with it the disagreement.
+all reach the same result. With ``check="first"`` a rank that has compared the same calls before does not wait. It only
+leaves a digest of its calls in shared memory or, in the store, sets its note once another rank asks for it. A rank
+that brings other calls at that number, which it has not compared before, waits: it finds the digest or the note, and
+with it the disagreement.
 
 The thread that begins the collective waits. It holds this rank's turn (`CollectiveCheck.begin`), so that one thread of
 a rank waits at a time, and no other lock of the package. A rank that leaves early marks its note, so that ranks that
@@ -140,7 +141,10 @@ cdef class CollectiveCheck:
         return 0
 
     cdef str _disagreement(self, object exchange, long long number, bint* nccl_was_called):
-        """Return how the ranks' calls differ, None if they agree; set `nccl_was_called` if a rank has called NCCL."""
+        """Return how the ranks' calls differ, None if they agree; set `nccl_was_called` if a rank has called NCCL.
+
+        Raises `NcclTimeout` if a rank has left the comparison.
+        """
         found = exchange.brought(number)
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:

@@ -21,7 +21,7 @@ cdef class PeerRoute:
     cdef int peer
     cdef int state
     cdef RingPair ring_pair  # once the two ranks share memory
-    cdef RingPair opened
+    cdef RingPair opened  # the peer's memory, from when this rank has opened it until the two ranks have chosen
     cdef dict untold  # messages that the peer has not been told, by (channel, number)
     cdef dict received  # messages that the peer has told, by (channel, number), until `forget`
 
@@ -69,7 +69,8 @@ cdef PendingMessages new_pending_messages(Lifecycle group)
 # Hold a request back, or have the caller launch it; with the group's lock held. Returns whether it is held.
 cdef bint hold(Lifecycle group, Connection connection, Request request) except -1
 
-# Start the thread that compares held requests, or wake it if that is `urgent`. Called without the group's lock.
+# Start the thread that compares held requests, or wake it if `PendingMessages.urgent` says so. If no thread can be
+# started, fail the held requests and raise. Called without the group's lock.
 cdef int serve_held(Lifecycle group) except -1
 
 # Wait until nothing is held back on a communicator.

@@ -209,7 +209,10 @@ cdef class PendingMessages:
         return route
 
     cdef bint _all_match(self, Request request) except -1:
-        """Return whether all matching messages of a request are known and agree. The group's lock is held."""
+        """Return whether all matching messages of a request are known and agree; if so, forget them.
+
+        The group's lock is held. A message that does not agree makes this `urgent`.
+        """
         cdef PeerRoute route
         for key, peer, own in request.expected:
             route = self.routes[peer]
@@ -226,9 +229,10 @@ cdef class PendingMessages:
         return True
 
     cdef tuple _first_absent(self, Request request, dict matches, list stored):
-        """Return the first message of a request that has no match yet, None if all have.
+        """Return the first message of a request that the peer was not told, or has not matched in shared memory.
 
-        The matches are added to `matches`, and the messages that must be read from the store to `stored`.
+        None if there is none. The matches found are added to `matches`. Messages with a peer that uses the store are
+        added to `stored`: the caller has to look in the store whether these have a match.
         """
         cdef PeerRoute route
         for each in request.expected:
@@ -393,7 +397,11 @@ cdef class PendingMessages:
         return left
 
     def _advance(self, Lifecycle group, Connection connection):
-        """Launch the first held request of a communicator if its matches are known; return whether to try again."""
+        """Launch the first held request of a communicator if its matches are known; return whether to try again.
+
+        If a match disagrees, or is missing after the request's limit, end the group. With on_error="report" only the
+        request fails, or the communicator is aborted if the match is missing.
+        """
         cdef Request request
         cdef PeerRoute route
         cdef Launch inline_launch = None
@@ -462,7 +470,10 @@ cdef class PendingMessages:
         return True
 
     def _end_uncompared(self, Lifecycle group, Connection connection, error):
-        """End the group, or only this communicator: the peer may or may not have launched the matching message."""
+        """End the group or, with on_error="report", only this communicator.
+
+        Whether the peer has launched the matching message is not known.
+        """
         if group.on_error == "report":
             abort_in_background(connection.abort(error), text_of(error))
             _report(group, error)
@@ -550,7 +561,7 @@ cdef int serve_held(Lifecycle group) except -1:
 
 
 cdef int _end_all_uncompared(Lifecycle group, PendingMessages pending_messages, failure) except -1:
-    """Fail all held requests.
+    """End the group or, with on_error="report", each communicator with held requests.
 
     Peers that were told of the held messages may launch the matching ones, which NCCL would then match with later
     messages of this rank.

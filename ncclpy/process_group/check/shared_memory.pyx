@@ -9,7 +9,7 @@ can exchange messages before the other ranks have arrived. Pages that were never
 
 A note is valid once its number is written, which is written last: a process that is killed before that leaves no note.
 The memory of a process that has ended stays with the processes that have mapped it. Only threads that check held-back
-messages sleep on words of the memory, and each of them has a reference to it meanwhile.
+messages sleep on the word of a rank's memory, and each of them has a reference to that memory meanwhile.
 
 The exchange has for each rank a ring of short notes by number. The rank writes one, with a digest, for every
 collective; a rank that is ahead of the others overwrites its oldest notes. The exchange also has two slots for a
@@ -223,7 +223,7 @@ def attach_rings(RingSet rings not None, int rank, int peer, pid, fd, token):
     Raises
     ------
     OSError
-        If the peer's memory cannot be opened, or is other memory.
+        If this rank has no memory, or the peer's memory cannot be opened or is other memory.
     """
     cdef RingPair pair = RingPair.__new__(RingPair)
     if rings.fd < 0:
@@ -257,7 +257,8 @@ cdef class RingPair:
 
     cdef void wake_peer(self) noexcept:
         cdef WakeupWord* wakeup_word = <WakeupWord*>self.wakeup.base
-        add(&wakeup_word.changes, 1)  # before the counters are read: a thread sets its counter before it reads this
+        # Before the counters are read: a thread sets its counter before it reads `changes`.
+        add(&wakeup_word.changes, 1)
         if word_of(&wakeup_word.expects) and word_of(&wakeup_word.sleepers) and not word_of(&wakeup_word.watchers):
             wake_shared(&wakeup_word.changes)
 
@@ -378,7 +379,10 @@ cdef class SharedExchange:
         return <_FullNote*>(<char*>self.short_note_of(rank, 0) + _RING * sizeof(_ShortNote) + which * place)
 
     def put(self, uint64_t number, bytes calls not None, bytes note, bint has_messages):
-        """Write this rank's short note for a collective and, if the rank waits for the others, the full `note`."""
+        """Write this rank's short note for a collective and, if the rank waits for the others, the full `note`.
+
+        A `note` that is too long leaves its slot marked with its length only.
+        """
         cdef _ShortNote* short_note = self.short_note_of(self.rank, number)
         cdef _FullNote* full_note
         if note is not None:
@@ -396,7 +400,7 @@ cdef class SharedExchange:
         self._tell()
 
     def leave(self, uint64_t number, note):
-        """Mark that this rank does not wait for the others any more."""
+        """Mark that this rank does not wait for the others any more; `note` is not used."""
         cdef _ShortNote* short_note = self.short_note_of(self.rank, number)
         store_shared(&short_note.how, _LEFT)
         self._tell()
@@ -419,11 +423,11 @@ cdef class SharedExchange:
             if stored < number + 1:
                 return _MISSING
             if stored > number + 1 or short_note.digest != digest or short_note.how >= _HAS_MESSAGES or load_shared(&short_note.number) != stored:
-                found = _TO_COMPARE  # it differs, or is being overwritten
+                found = _TO_COMPARE  # other calls, messages, or a rank that has left; or the note is being overwritten
         return found
 
     def look(self, uint64_t number, bytes calls not None, double seconds):
-        """Wait for the other ranks for so many seconds.
+        """Wait for the other ranks, so many seconds at most.
 
         Returns 1 if all bring these calls, 2 if a rank brings something else or messages, 0 if some are missing.
         """
@@ -457,8 +461,9 @@ cdef class SharedExchange:
     def brought(self, uint64_t number):
         """Return what each rank brings.
 
-        That is its full note, empty if it was too long; the digest of its calls if the rank did not wait; None if the
-        rank is so far ahead that the note is overwritten; False if the rank is missing or has left.
+        For a rank that waits, that is its full note, empty if the note was too long; for a rank that did not wait, the
+        digest of its calls. None if the rank is so far ahead that its short or full note is overwritten; False if the
+        rank is missing or has left.
         """
         cdef _ShortNote* short_note
         cdef _FullNote* full_note

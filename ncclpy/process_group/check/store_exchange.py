@@ -1,8 +1,8 @@
 """What ranks on several machines bring to their collectives, in the group's store.
 
 A rank that waits for the others sets its note under a key of the collective. With ``check="first"`` a rank that has
-brought the same calls before does not wait, and sets nothing: it remembers its last notes, and sets one when a rank
-that has waited for long asks for it.
+brought the same calls before does not wait, and sets nothing: it remembers its last calls, and sets the note of one
+when a rank that has waited for long asks for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["StoreExchange"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: The number of notes that are remembered.
+#: The most collectives of which the calls are remembered.
 _REMEMBERED = 4096
 #: Seconds of waiting after which the missing ranks are asked for their notes.
 _PATIENCE = 0.05
@@ -55,7 +55,7 @@ class StoreExchange:
         self.store, self.rank, self.size = store, rank, size
         # By number: the calls of collectives in which this rank did not wait, and the collectives that it was asked
         # about before it reached them.
-        self._notes: collections.OrderedDict[int, bytes] = collections.OrderedDict()
+        self._passed_calls: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._wanted: set[int] = set()
         self._lock = threading.Lock()
         self._asked = 0  # how many questions of all ranks this rank has read
@@ -75,12 +75,15 @@ class StoreExchange:
         return f"check/{number}/{rank}"
 
     def put(self, number: int, calls: bytes, note: bytes | None, has_messages: bool) -> None:
-        """Set this rank's note for a collective in which it waits; without a note, remember the calls."""
+        """Set this rank's note for a collective in which it waits; without a note, remember the calls.
+
+        If another rank has asked for the remembered calls already, set their note too. `has_messages` is not used.
+        """
         if note is None:
             with self._lock:
-                self._notes[number] = calls
-                if len(self._notes) > _REMEMBERED:
-                    self._notes.popitem(last=False)
+                self._passed_calls[number] = calls
+                if len(self._passed_calls) > _REMEMBERED:
+                    self._passed_calls.popitem(last=False)
                 wanted = number in self._wanted
                 self._wanted.discard(number)
             if wanted:
@@ -100,7 +103,7 @@ class StoreExchange:
             self.store.set(self.key(number, self.rank), _LEFT + note)
 
     def look(self, number: int, calls: bytes, seconds: float) -> int:
-        """Wait for the other ranks for so many seconds.
+        """Wait for the other ranks, so many seconds at most.
 
         Returns 1 if all bring these calls, 2 if a rank brings something else or messages, 0 if some are missing.
         """
@@ -155,7 +158,7 @@ class StoreExchange:
                 self._asked += 1
                 number = decode(int, asked, self.store, key)
                 with self._lock:
-                    calls = self._notes.get(number)
+                    calls = self._passed_calls.get(number)
                     if calls is None:
                         self._wanted.add(number)  # this rank has not reached the collective yet
                 if calls is not None:

@@ -155,9 +155,9 @@ cdef class Block:
         return 0
 
     cdef bint record_captured(self) except -1:
-        """Return whether the producers' streams are being captured.
+        """Return whether the producers' streams are being captured; raise ValueError if only some are.
 
-        If so, operations without a producer are captured on the first of these streams.
+        If they are, operations without a producer are captured on one of these streams.
         """
         cdef CUstream stream = captured_of(self.producers, self.work.device)
         cdef size_t i

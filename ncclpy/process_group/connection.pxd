@@ -73,7 +73,7 @@ cdef class Connection(CommunicatorSet):
     cdef int rank  # of this process in the communicator
     cdef list members  # its ranks in the group
     cdef int attempts  # how often this rank has tried to disconnect it
-    cdef object making  # the communicator until it is taken over
+    cdef object making  # the communicator, or the part that a split makes of it, while NCCL makes it; for an abort
     cdef object memory  # device memory for the first exchange of a pair
     cdef list waiting
     cdef str unmade  # its name in the recorder until it is made

@@ -317,8 +317,8 @@ cdef class Connection(CommunicatorSet):
 
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""
-        # Freed only by `close`: freeing it waits for everything on the device, also for operations that wait for this
-        # pair's peer.
+        # Only `close` frees this memory: freeing it waits for everything on the device, also for operations that wait
+        # for this pair's peer.
         self.memory = memory = _device.allocate(16, comm.device)
         stream = Stream(comm.device)
         with Group():
@@ -343,7 +343,7 @@ cdef class Connection(CommunicatorSet):
         """Close the communicator; nothing may run on it."""
         CommunicatorSet.close(self)
         memory, self.memory = self.memory, None
-        if memory is not None:  # not after an abort: something may still write there
+        if memory is not None:  # an abort does not free it: something may still write there
             _device.free(memory)
         self.settled.set()
 
@@ -419,7 +419,7 @@ cdef class Connection(CommunicatorSet):
         return None
 
     cdef int _fill(self, Request request, object launch, double moment) except -1:
-        """Add the operations of a request to a launch; the last one has the work of all of them."""
+        """Add the operations of a request to a launch; the last operation gets the request's work."""
         cdef Work work = request.work
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1

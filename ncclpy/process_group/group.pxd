@@ -30,7 +30,7 @@ cdef class ProcessGroup(Operations):
     cdef int submit(self, Connection connection, Request request) except -1
     # The number of the next part of the group; all ranks ask for them in the same order.
     cdef long long next_child(self) noexcept
-    # A group of some of the ranks, which fails without this one; by default with this group's timeout.
+    # A group of some of the ranks, by default with this group's timeout. Its failure does not end this group.
     cdef ProcessGroup part(self, str name, list members, timeout, bint timing)
     # The error that has ended the group, even if only the store has it so far; None if nothing has ended it.
     cdef object known_error(self)

@@ -156,7 +156,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
     @property
     def seq(self):
-        """The number of collectives begun; a coalesced group counts as one. Equal on ranks at the same call."""
+        """The number of collectives begun, a block with collectives counted once. Equal on ranks at the same call."""
         return self.lifecycle.collectives
 
     @property
@@ -490,9 +490,9 @@ Work with other ranks from one thread or several: collectives and point-to-point
 
         Notes
         -----
-        All ranks wait for each other. If all of them have the group's communicator, NCCL divides it (`ncclCommSplit`),
-        which is one more collective: it begins when this rank's operations on it are done, and other threads must
-        begin nothing on it meanwhile. Otherwise the ranks of each part have a rendezvous when it is first used.
+        All ranks wait for each other. If all of them have the group's communicator, or have begun to make it, NCCL
+        divides it (`ncclCommSplit`), as one more collective: that begins when this rank's operations on it are done,
+        and other threads must begin nothing on it meanwhile. Otherwise each part has a rendezvous at its first use.
         """
         cdef double deadline = deadline_after(self.lifecycle.timeout)
         self.lifecycle.check_usable()
@@ -561,8 +561,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
         error if it had one: its hooks, its stream and its options stay, its communicators are made anew when they are
         first used, and `seq` counts from 0. No thread may begin anything on it meanwhile.
 
-        Ranks of this group that have not called it within a second are told that others wait here, and what they wait
-        for ends, so that they can call it. Ranks that are not among the handles are told that their group has ended.
+        Ranks of this group that have not called it within a second are told that others wait here; their operations
+        fail, so that they can call it. Ranks that are not among the handles are told that their group has ended.
 
         Parameters
         ----------
@@ -744,6 +744,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
             If the other ranks were given another `check`.
         NcclTimeout
             If the group's ranks have not admitted this process in time.
+        NcclError
+            If the group's ranks have refused this process.
         """
         cdef ProcessGroup group
         seconds = as_timeout(timeout)

@@ -104,8 +104,9 @@ class GroupStatus(StatusService):
     Attributes
     ----------
     earlier_process_state
-        Called with a rank that has not made this group; returns the state of its process, as far as an earlier group
-        knows it: ``"ended"``, ``"lost"`` or ``"stopped"``; else "".
+        Called with a rank that has not made this group; returns the state of its process, as far as an earlier group,
+        the parent group or the launcher's store knows it: ``"ended"``, ``"lost"``, ``"stopped"`` or (from the
+        launcher's store) ``"not_joined"``; else "".
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class GroupStatus(StatusService):
 
     @contextlib.contextmanager
     def _at_meeting(self, meetings: list[_T], meeting: _T) -> Iterator[None]:
-        """Note that this thread is at a rendezvous. `leave` waits for the thread, since it writes keys meanwhile.
+        """Note that this thread is at a rendezvous, and writes keys for it: `leave` waits for the thread.
 
         Raises `NcclAborted` once this rank leaves the group: another rank may have deleted the group's keys.
         """
@@ -192,7 +193,10 @@ class GroupStatus(StatusService):
                 self._at_no_meeting.notify_all()
 
     def delete_rendezvous(self, label: str, members: list[int]) -> None:
-        """Delete the keys of a communicator's rendezvous: the communicator is made, so all ranks have read them."""
+        """Have the first member delete the keys of a communicator's rendezvous, and look for processes.
+
+        The communicator is made, so all of its ranks have read the keys.
+        """
         if self.rank == members[0]:
             self.rendezvous.forget(f"communicator/{label}", members)
         self.look_for_processes()
@@ -232,7 +236,7 @@ class GroupStatus(StatusService):
         return self.rendezvous.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
-        """Raise ValueError if the rank that called this first has another `check`: different ones would hang."""
+        """Raise ValueError if the rank that called this first has another `check`: the two ranks would both hang."""
         own_words = f"rank {self.rank} of {self.size} has {check!r}"
         first = self.store.compare_set(_CHECK_KEY, None, json.dumps([check, own_words]).encode())[1]
         first_check, first_words = decode(_check_of, first or b"[]", self.store, _CHECK_KEY)
@@ -271,7 +275,10 @@ class GroupStatus(StatusService):
         self.earlier_process_state, self._parent = state_in_parent, (parent, members)
 
     def process_of(self, rank: int) -> str:
-        """Return the state of a rank's process if it is ended, lost or stopped; else ""."""
+        """Return the state of a rank's process if it is ended, lost or stopped; else "".
+
+        For a rank that has not made this group, that is what `earlier_process_state` returns.
+        """
         if not self.rendezvous.has_joined(rank):
             return self.earlier_process_state(rank)
         state = self.reports.process_of(rank)
@@ -286,7 +293,7 @@ class GroupStatus(StatusService):
         return (f"closed process group {parent.name!r}", left[1]) if left == _LOST_STATES["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
-        """Collect as every service does; the state of a rank that has not made this group is from an earlier group."""
+        """Collect as every service does; `earlier_process_state` replaces "not_joined" if it returns a state."""
         return tuple(
             each
             if each.state != "not_joined"
@@ -485,6 +492,6 @@ def _nothing_known(rank: int) -> str:
 
 
 def _call_of(meeting: str) -> str:
-    """Return the name of a rendezvous for error texts: "split()" for "split/3", a call of `split`."""
+    """Return what statuses call a rendezvous: "split()" for "split/3", a call of `split`; other names as they are."""
     call, numbered, _ = meeting.partition("/")
     return f"{call}()" if numbered else call

@@ -47,12 +47,12 @@ def _read(handle: object) -> _Handle:
 
 
 def ordered(handles: Iterable[str], own_handle: str) -> list[str]:
-    """Return handles by rank: a list as it is, a set sorted by the rank that each handle's group had at first.
+    """Return handles by rank: a set sorted by the rank that each handle's group was made with, a list as it is.
 
     Raises
     ------
     TypeError, ValueError
-        If one is not a handle, or occurs twice, or this rank's is not among them.
+        If an item is not a handle, or occurs twice, or this rank's handle is not among them.
     """
     if isinstance(handles, str):
         raise TypeError("handles: expected several texts of reconfigure_handle(), got one")
@@ -69,7 +69,7 @@ def ordered(handles: Iterable[str], own_handle: str) -> list[str]:
 
 
 def names_of_members(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
-    """Return a callable that names some ranks of the new group, with the ranks that these had at first."""
+    """Return a callable that names some ranks of the new group, also by the ranks that their groups were made with."""
 
     def names_of(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]
@@ -96,7 +96,7 @@ def claim(store: Store, uuid: str, handles: Sequence[str], own_handle: str, refu
     Raises
     ------
     ValueError
-        If it was used before, by this group or for other handles.
+        If the uuid was used before, by this group, or for other handles or another order of them.
     """
     packed = json.dumps(list(handles)).encode()
     recorded = store.compare_set(f"{place_of(uuid)}/handles", None, packed)[1]

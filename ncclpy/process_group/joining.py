@@ -69,7 +69,8 @@ class Joiner(_JoinKeys):
     def wait(self, timeout: float) -> tuple[list[str], str]:
         """Wait until the group admits this process.
 
-        Return the handles of all ranks, by rank, and the uuid of their rendezvous.
+        Return the handles of all ranks, by rank, and the uuid of their rendezvous. Raises ValueError if the group has
+        another `check`, NcclError if it has refused this process, NcclTimeout if it has not replied in time.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -131,7 +132,9 @@ class Admitter(_JoinKeys):
     """Rank 0 of a group, which admits the processes that ask."""
 
     def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
-        """Invite the processes that ask; return the handles of those that answer within a second, by number.
+        """Invite the processes that ask; return the handles of those that answer, by number.
+
+        They have a second to answer, and `timeout` seconds at most.
 
         A process with another `check` than these ranks is not admitted, and is told why: the process and the ranks
         would wait for each other.

@@ -39,12 +39,12 @@ cdef class Lifecycle:
     cdef object pending_messages  # messages until they are compared; None before the first message
     cdef bint high_priority
     cdef double timeout
-    cdef object failure  # the error that has ended the group
+    cdef object failure  # the error that has ended the group, or that suspends it (`suspension_error`)
     cdef list failures  # the errors that operations have failed with at the end, see `errors.undelivered`
     cdef set informed  # the threads in which the failure was raised
     cdef object inquiries  # asks what the other ranks do, when the group is in trouble
     cdef bint reconfiguring  # whether a reconfiguration is under way, which abort() and close() end
-    cdef object suspension_error  # during a reconfiguration, the value that `failure` had when it began; else None
+    cdef object suspension_error  # the `failure` with which a reconfiguration suspends the group; None at other times
     cdef object opened_store  # a store that a reconfiguration has opened for its rendezvous; closed with the group
     cdef bint closed
     cdef long long collectives  # how many were begun under `number`

@@ -210,7 +210,7 @@ cdef class Lifecycle:
         return 0
 
     def _class_of_later_errors(self):
-        """Return the class of errors of calls after the end: the failure's until a call raised it, then NcclAborted.
+        """Return the class of later calls' errors: the failure's until a call raised it or close(), then NcclAborted.
 
         So a rank that was in no operation at the end raises the same class as the others.
         """
@@ -747,7 +747,7 @@ cdef class Lifecycle:
         return 0
 
     cdef int end_group_status(self, bint announce) except -1:
-        """Stop listening to the other ranks."""
+        """Stop listening to the other ranks; with `announce`, tell them that this rank has closed the group."""
         cdef CollectiveCheck collective_check = self.collective_check
         pending_messages, self.pending_messages = self.pending_messages, None  # its thread still uses it until it ends
         if pending_messages is not None:
@@ -839,7 +839,7 @@ cdef class PeerNews:
         return self._group_if_current() is not None
 
     def look_for_closed(self):
-        """End the group if an operation waits for a rank that has closed the group without beginning the operation."""
+        """Take a rank as gone if an operation waits for it and it has closed the group without beginning that one."""
         cdef Lifecycle group = self._group_if_current()
         if group is None or not group.pending():
             return

@@ -2,8 +2,9 @@
 
 To continue with other ranks, a group first leaves its present state: its communicators are aborted, or closed if
 nothing runs on them, and operations in flight end with an error. Then it enters another place of a store with its new
-ranks, under another number. What belongs to the old number and takes effect late (a thread in a call, news of a rank,
-a work that fails) does not affect the group under the new one.
+ranks, under another number. The new ranks have a rendezvous at that place: `reconfigure` before the group leaves its
+present state, the other calls after that. What belongs to the old number and takes effect late (a thread in a call,
+news of a rank, a work that fails) does not affect the group under the new one.
 
 A pair is disconnected only when the program asks for it, on both ranks. The package could disconnect a pair that was
 idle for long, after both ranks have agreed. But destroying a communicator frees device memory, which waits for
@@ -134,7 +135,7 @@ cdef class Membership:
         return f"rank {group.rank} of {group.size} of process group {group.name!r}"
 
     cdef int _compare(self, group_status) except -1:
-        """Raise ValueError, also on the ranks at the rendezvous, if their `check` differs from this rank's."""
+        """Raise ValueError if another rank's `check` differs; the ranks at the rendezvous then raise NcclAborted."""
         try:
             group_status.compare(self.group.check)
         except ValueError as error:
@@ -172,7 +173,10 @@ cdef class Membership:
                 return previous.recovery([each["finished"] for each in contributions])
 
     cdef tuple _decide(self, min_ranks, double seconds):
-        """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided."""
+        """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided.
+
+        Raises NcclError if the store is gone. If the ranks continue without this one, the NcclError is the group's too.
+        """
         cdef Lifecycle group = self.group
         group_status, previous = group.group_status, self.previous
         try:
@@ -292,7 +296,10 @@ cdef class Membership:
         return 0
 
     cdef int _confirm(self, bint drained) except -1:
-        """Confirm the end of the present state now: next this rank stops listening, so it could not confirm later."""
+        """Confirm the end of the present state now: next this rank stops listening, so it could not confirm later.
+
+        Unless the group was `drained`, no operation that completes from here on counts as successful.
+        """
         cdef Lifecycle group = self.group
         cdef Connection one
         if not drained:
@@ -308,7 +315,7 @@ cdef class Membership:
         """Leave the present state, and enter a rendezvous of other ranks; return what each of them has brought.
 
         ``error``, ``drained`` and ``handles`` are those of `_leave`, ``previous`` and ``is_lost`` those of `_enter`.
-        ``announce`` is called once this rank has entered the rendezvous. If it raises, the other ranks are told.
+        ``announce`` is called just before the rendezvous. If it raises, the ranks at the rendezvous are told.
         """
         cdef Lifecycle group = self.group
         store = group.opened_store or group.store
@@ -361,7 +368,7 @@ cdef class Membership:
         return 0
 
     cdef int _resume_group(self) except -1:
-        """Make the group usable again unless it is closed, or was ended by an error since the rendezvous."""
+        """Make the group usable again unless an error has ended it since the rendezvous; raise if it is closed."""
         cdef Lifecycle group = self.group
         ended = self._resume()
         if not group.closed:
@@ -480,7 +487,7 @@ def _has_met(group_status):
 
 
 def _lost_of(reports, size, rank):
-    """Return whether a rank of the group before, which had `size` ranks, can no longer take part."""
+    """Return whether a rank of the previous group, of `size` ranks, can no longer take part; False for new ranks."""
     return rank < size and reports.is_lost(rank)
 
 
@@ -490,7 +497,7 @@ def _read_admission(brought):
 
 
 def _read_past(brought):
-    """Return what a rank brings to a recovery: its last collective, if it was in the group before."""
+    """Return what a rank brings to the rendezvous: None or, in a recovery, its last finished collective."""
     if brought is None:
         return None
     return {"finished": None if brought["finished"] is None else int(brought["finished"])}
@@ -621,7 +628,7 @@ cdef object wrong_colors(Lifecycle group, object values):
 
 
 cdef tuple divide(Lifecycle group, long long number, object color, object values, double deadline):
-    """Return the ranks with this rank's color, and their communicator if NCCL has made that."""
+    """Return the ranks with this rank's color, and their communicator; None for it if not all ranks `can_divide`."""
     ordered_ranks = sorted((key, rank) for rank, (c, key, _) in enumerate(values) if c == color)
     members = [rank for _, rank in ordered_ranks]
     if not all(is_able for _, _, is_able in values):

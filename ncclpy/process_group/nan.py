@@ -1,4 +1,4 @@
-"""Look up by the package of an array's type, and check arrays for NaNs before they are sent (`check_nan=True`).
+"""Look-ups by the package of an array's type, and the check of sent arrays for NaNs (`check_nan=True`).
 
 No framework is imported: a program that passes an array has imported the array's framework.
 """
@@ -44,7 +44,9 @@ class NanCheck:
         self._unknown: set[type] = set()  # types that a warning has named
 
     def refuse(self, sent, operation: str, producer=None) -> None:
-        """Raise if an array of an operation has a NaN; an array of no known framework is passed over, with a warning.
+        """Raise if an array of an operation has a NaN. An array of no known framework is not checked.
+
+        A warning says so once for each such type.
 
         Parameters
         ----------
@@ -104,7 +106,7 @@ def _mask_by_torch(tensor):
     return tensor.isnan().flatten().byte()
 
 
-#: By the package of a type, or of one of its bases.
+#: The function that finds the NaNs of an array, by the package of the array's type or of one of its bases.
 _MASKS = {
     "numpy": _mask_by_comparison,
     "cupy": _mask_by_comparison,

@@ -14,8 +14,9 @@ cdef class Submission(BlockOwner):
     cdef dict deadlines  # seconds, by thread, of deadline blocks
     cdef dict blocks  # coalescing blocks, by thread
 
-    # Begin an operation, or the operations that replace it if `lowered` is not None. `view` has the producer's stream,
-    # the type and the size. The work keeps `held` alive, and its result is `output`. The tag is -1 except for sends,
+    # Begin an operation, or the operations that replace it if `lowered` is not None. `view` has the device, the type
+    # and the size. `producer` is the stream that produces the input; if it is None, that is the current stream of the
+    # view's framework. The work keeps `held` alive, and its result is `output`. The tag is -1 except for sends,
     # receives and barriers.
     cdef Work begin(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag

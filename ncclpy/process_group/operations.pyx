@@ -106,9 +106,10 @@ cdef class Operations:
         Raises
         ------
         TypeError, ValueError
-            If a buffer does not fit; then nothing has begun.
-        NcclAborted
-            If the group has ended; its cause is what ended it.
+            If a buffer does not fit, or the group is closed; then nothing has begun.
+        NcclError
+            If the group has ended; its cause is what ended it. `NcclTimeout` or `NcclRemoteError` if that is the cause
+            and no call has raised it yet, else `NcclAborted`.
         """
         cdef View s, r
         cdef Operation o

@@ -121,7 +121,8 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
 def was_ended_by(name: str, text: str, summary: str | None, kind: str) -> NcclError:
     """Return the error of a group that another rank has ended, with the reason and what all ranks did then.
 
-    Its class is `kind`, the class that the other rank has raised, if `peer_error_class` knows that class.
+    `kind` is the name of the class that the other rank has raised. The error has the class that `peer_error_class`
+    returns for it.
     """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)

@@ -1,11 +1,12 @@
 """Which ranks continue after a failure: the survivors of a group agree on it in its store.
 
-Each survivor sets a key of its own, which is deleted when its process ends. The lowest of them waits until every rank
-that is not known to be gone has set its key, or until its timeout. Then it writes which ranks continue under one key
-that can be written once; a rank with an earlier timeout writes the decision itself. So all ranks get one decision,
-and a rank that is not in it cannot continue without the others. The decision has the uuid of the survivors' new
-rendezvous. If one of them dies meanwhile, the ranks at that rendezvous decide again, in that rendezvous' part of the
-store. So the decisions of a group are a chain, and two parts of a group can never both continue.
+Each survivor sets a key of its own; a store with leases deletes the key when the process ends. The lowest survivor
+waits until every rank that is not known to be gone has set its key, or until its timeout. Then it writes which ranks
+continue under one key that can be written once; a rank with an earlier timeout writes the decision itself. So all
+ranks get one decision, and a rank that is not in it cannot continue without the others. The decision has the uuid of
+the survivors' new rendezvous. If a survivor dies before that rendezvous is complete, the ranks there decide again, in
+that rendezvous' part of the store. So the decisions of a group are a chain, and two parts of a group can never both
+continue.
 
 Ranks that admit new ones (`admit`) record the admission under the same key, before the first of them leaves their
 rendezvous. So a rank that is interrupted after the rendezvous does not recover alone.
@@ -216,7 +217,10 @@ class _Election:
 
 
 def _latest_decision(store: Store, proposal: bytes | None) -> tuple[int, dict[str, Any]]:
-    """Return the first attempt that has not failed, and its decision; without one, `proposal` becomes the decision."""
+    """Return the first attempt that has not failed, and its decision, {} if there is none.
+
+    A `proposal` that is not None becomes the decision if there is none.
+    """
     attempt = 0
     while True:
         packed = store.compare_set(_decision_key(attempt), None, proposal)[1]

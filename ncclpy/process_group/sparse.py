@@ -41,7 +41,7 @@ class SparseSum:
     Raises
     ------
     TypeError, ValueError
-        If the two do not fit together; nothing is begun then.
+        If an array has a wrong package, type or shape, or the arrays do not fit together; nothing is begun then.
     """
 
     def __init__(self, indices, values, size: int, shape=None):

@@ -67,9 +67,11 @@ class Patience:
 
     def __init__(self, begun: float) -> None:
         self._begun = begun
-        self._stops: dict[int, tuple[int, float]] = {}  # the last stop of each, and when it was first seen
-        self._seen: dict[int, float | None] = {}  # when each was seen last; None if it was stopped then
-        self._ran: dict[int, float] = {}  # sum of the intervals between two checks that both saw a rank run
+        # By rank: its last stop, and when that was first seen; when the rank was last checked, None if it was stopped
+        # then; the sum of the intervals between two checks that both saw it run.
+        self._stops: dict[int, tuple[int, float]] = {}
+        self._seen: dict[int, float | None] = {}
+        self._ran: dict[int, float] = {}
 
     def is_waited_for(self, rank: int, condition: str, moment: float, stop: int = 0) -> bool:
         """Return whether a rank is still waited for, by the state of its process now (`RankState.state`).
@@ -120,7 +122,7 @@ class Confirmation:
     ) -> None:
         self._store, self._own, self._condition_of, self._stop_of = store, own, condition_of, stop_of
         self._others = [rank for rank in range(size) if rank not in own]
-        self._confirmed_at = 0.0  # when this process has confirmed
+        self._confirmed_at = 0.0  # when this process confirmed; 0 before that
 
     def begin(self) -> None:
         """Add this to `_ends`, before the program sees the end that this process tells; `wait_shortly` removes it."""

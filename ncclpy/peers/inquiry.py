@@ -1,7 +1,7 @@
 """What the other ranks do, asked by a rank in trouble before the program sees its error.
 
 A separate thread asks, since the store may be stuck for minutes. A signal handler may interrupt the thread that waits
-for the answer, and may itself ask during another question.
+for the answer, and may call `Inquiries.ask` before that answer arrives.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Numbering:
         The store that all ranks share.
     name
         What the groups are called in messages: "process group 'default'".
-    place
+    prefix
         The prefix of the groups' keys in the store.
     rank, size
         This rank, and the number of ranks.
@@ -108,13 +108,13 @@ class Numbering:
         self,
         store: Store,
         name: str,
-        place: str,
+        prefix: str,
         rank: int,
         size: int,
         tell: Callable[[int, str], object],
         has_ended: Callable[[int], bool],
     ) -> None:
-        self.store, self._name, self._place, self._rank, self._size = store, name, place, rank, size
+        self.store, self._name, self._prefix, self._rank, self._size = store, name, prefix, rank, size
         self._tell, self._has_ended = tell, has_ended
         self._process = process() | {"host": platform.node()}
 
@@ -128,7 +128,7 @@ class Numbering:
             group's other ranks get the same error, unless all of them have made the group already.
         """
         if self._size == 1:  # there is no other rank to agree with
-            return self.store.add(f"{self._place}/alone")
+            return self.store.add(f"{self._prefix}/alone")
         while True:
             base, (packed, last) = self._base(), self._last(self._rank)
             if last is None or last.number <= base:
@@ -159,7 +159,9 @@ class Numbering:
 
     def part(self, number: int) -> PrefixStore:
         """Return the part of the store that belongs to a group."""
-        return GroupStore(f"{self._place}/{number}" if self._size > 1 else f"{self._place}/alone/{number}", self.store)
+        return GroupStore(
+            f"{self._prefix}/{number}" if self._size > 1 else f"{self._prefix}/alone/{number}", self.store
+        )
 
     # The keys in the store.
 
@@ -171,16 +173,16 @@ class Numbering:
         return packed, _read(packed)
 
     def _value(self, key: str) -> bytes | None:
-        return self.store.compare_set(f"{self._place}/{key}", None, None)[1]
+        return self.store.compare_set(f"{self._prefix}/{key}", None, None)[1]
 
     def _put(self, rank: int, before: bytes | None, made: _Made | None) -> bool:
         after = None if made is None else made.packed()
-        return self.store.compare_set(f"{self._place}/by/{rank}", before, after)[0]
+        return self.store.compare_set(f"{self._prefix}/by/{rank}", before, after)[0]
 
     def _raise_base(self, number: int) -> None:
         """Have all ranks continue the count after a group's number."""
         while (base := self._base()) < number:
-            self.store.compare_set(f"{self._place}/base", b"%d" % base if base else None, b"%d" % number)
+            self.store.compare_set(f"{self._prefix}/base", b"%d" % base if base else None, b"%d" % number)
 
     def _forget(self, number: int) -> None:
         """Clear away, once all ranks have left a group, the keys that are not needed to number later groups.
@@ -189,7 +191,7 @@ class Numbering:
         counts of ranks that have made no later group, and the earlier attempts that have failed.
         """
         if isinstance(self.store, GroupStore):  # the name is not used again
-            _clear(PrefixStore(self._place, self.store))
+            _clear(PrefixStore(self._prefix, self.store))
         elif self._size > 1:
             self._raise_base(number)
             for rank in range(self._size):
@@ -203,8 +205,8 @@ class Numbering:
 
         All ranks have made a later group, so no other rank enters an earlier one.
         """
-        place = f"{self._place}/"
-        for each in {key[len(place) :].partition("/")[0] for key in self.store.keys(place)}:
+        prefix = f"{self._prefix}/"
+        for each in {key[len(prefix) :].partition("/")[0] for key in self.store.keys(prefix)}:
             if each.isdigit() and int(each) < number:
                 part = self.part(int(each))
                 present = ranks_of(part.keys(RankRendezvous.alive_key(""))) - ranks_of(part.keys(f"{_LEFT}/"))
@@ -217,7 +219,8 @@ class Numbering:
     def _follows(self, last: _Made) -> bool:
         """Return whether this rank makes the group that follows `last`, which another process of this rank has made.
 
-        Otherwise the ranks skip the numbers up to that of `last`.
+        Otherwise the ranks skip the numbers up to that of `last`. Raises ValueError if the other process lives and its
+        group has not failed.
         """
         if has_closed(self.part(last.number), last.rank):  # the other ranks count that group as well
             return True

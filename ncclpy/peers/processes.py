@@ -182,7 +182,7 @@ def _nothing() -> None:
 
 
 def _forked() -> None:
-    """Start without a thread in a forked child: the thread of the parent does not run there."""
+    """Forget the parent's thread in a forked child, where it does not run; `tell_of_end` starts another one."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 

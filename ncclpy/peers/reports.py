@@ -361,9 +361,10 @@ def _namespace() -> str:
         return ""
 
 
-#: Set in the flags of a process that has begun to end: the system releases its locks and connections from then on.
+#: The flag PF_EXITING of a process that has begun to end: the system releases its locks and connections from then on.
 _EXITING = 0x4
-#: Where a pid means the same process: in one boot of one machine, and in one container on it.
+#: This boot of the machine and the pid namespace (container) of this process. Among processes with an equal value a
+#: pid means the same process.
 MACHINE = f"{BOOT_ID} {_namespace()}"
 
 

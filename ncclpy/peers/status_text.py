@@ -17,9 +17,9 @@ from ncclpy.peers.rank_state import PAIRS, OperationInfo, RankState
 
 __all__ = ["keep_stacks", "sentence"]
 
-#: The most clauses that describe ranks. Clauses of `_AWAITED_STATES`, and of ranks in the operation that is asked
-#: about, always appear. Other clauses fill the rest, `_MIN_DESCRIBED` of them in any case; the ranks of further
-#: clauses are only counted.
+#: Clauses of `_AWAITED_STATES`, and of ranks in the operation that is asked about, always appear. Other clauses appear
+#: as long as there are at most `_MAX_DESCRIBED` clauses in all, and `_MIN_DESCRIBED` of them in any case; the ranks of
+#: further clauses are only counted.
 _MAX_DESCRIBED = 8
 _MIN_DESCRIBED = 3
 #: The most spans of ranks in one list: in a clause of `_SHORTENED_STATES`, of peers, or of ranks with one stack.

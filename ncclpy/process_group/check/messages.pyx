@@ -101,14 +101,14 @@ cdef class PeerRoute:
         if state == UNMET:
             offered = {"machine": BOOT_ID}
             offered.update(own_rings.offered())
-            store.set(self._place(self.rank, "offers"), json.dumps(offered).encode())
+            store.set(self._choice_key(self.rank, "offers"), json.dumps(offered).encode())
             return OFFERED
         if state == OFFERED:
-            answer = self._read(self._place(self.peer, "offers"))
+            answer = self._read(self._choice_key(self.peer, "offers"))
             if answer is None:
                 return OFFERED
-            store.delete(self._place(self.peer, "offers"))  # only this rank reads it
-            offered = decode(read_offer, answer, store, self._place(self.peer, "offers"), self.peer)
+            store.delete(self._choice_key(self.peer, "offers"))  # only this rank reads it
+            offered = decode(read_offer, answer, store, self._choice_key(self.peer, "offers"), self.peer)
             # Both ranks read both offers, and so choose the same way.
             if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not own_rings.offered():
                 return STORED
@@ -118,13 +118,13 @@ cdef class PeerRoute:
                 )
             except (OSError, TypeError, ValueError, OverflowError):
                 pass  # the peer is told below
-            store.set(self._place(self.rank, "opened"), b"n" if self.opened is None else b"y")
+            store.set(self._choice_key(self.rank, "opened"), b"n" if self.opened is None else b"y")
             return OPENED
         if state == OPENED:
-            answer = self._read(self._place(self.peer, "opened"))
+            answer = self._read(self._choice_key(self.peer, "opened"))
             if answer is None:
                 return OPENED
-            store.delete(self._place(self.peer, "opened"))
+            store.delete(self._choice_key(self.peer, "opened"))
             opened, self.opened = self.opened, None
             if opened is None or answer != b"y":
                 return STORED
@@ -135,7 +135,7 @@ cdef class PeerRoute:
     cdef str key_of(self, tuple key, int rank):
         return f"check/{channel_text(key[0], self.rank, self.peer)}/{key[1]}/{rank}"
 
-    def _place(self, rank, what):
+    def _choice_key(self, rank, what):
         return f"check/between {min(self.rank, self.peer)} and {max(self.rank, self.peer)}/{what}/{rank}"
 
     def _read(self, key):

@@ -69,7 +69,7 @@ cdef class Block:
             if clash is not None:
                 self.owner.shut_block(self, False)
                 raise clash
-            if not self.held:  # no operation; an operation with empty parts is launched, as on the other ranks
+            if not self.held:  # no operation was begun; operations with empty parts are numbered, as on other ranks
                 self.owner.shut_block(self, False)
                 self.work.output = self.outputs
                 self.work.settle(None)

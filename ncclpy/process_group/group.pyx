@@ -781,7 +781,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
     def ask_after_stop(self):
         """Find out whether the group was ended while this process was stopped.
 
-        If not, completed operations are believed again.
+        If not, completed operations count as successful again.
         """
         self.lifecycle.ask_after_stop()
 
@@ -809,8 +809,8 @@ Work with other ranks from one thread or several: collectives and point-to-point
     def abort(self, reason=None, *, timeout=None):
         """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
 
-        It returns once the others were told, which takes a second where the store is well, and four at most; a thread
-        aborts the communicators. A second abort changes nothing.
+        It returns once the others were told: after about a second if the store is well, after four seconds at most. A
+        thread aborts the communicators. A second abort changes nothing.
 
         Parameters
         ----------

@@ -35,10 +35,10 @@ class _JoinKeys:
 
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
-        self.place = f"ncclpy/joining/{quote(name, safe='')}"
+        self.prefix = f"ncclpy/joining/{quote(name, safe='')}"
 
     def key(self, what: str, number: str) -> str:
-        return f"{self.place}/{what}/{number}"
+        return f"{self.prefix}/{what}/{number}"
 
     def forget(self, number: str) -> None:
         with contextlib.suppress(StoreError, NcclTimeout):
@@ -64,7 +64,7 @@ class Joiner(_JoinKeys):
     def __init__(self, store: Store, name: str, handle: str, check: str = "off") -> None:
         super().__init__(store, name)
         self.name, self.handle, self.check = name, handle, check
-        self.number = f"{store.add(f'{self.place}/number'):012d}"
+        self.number = f"{store.add(f'{self.prefix}/number'):012d}"
 
     def wait(self, timeout: float) -> tuple[list[str], str]:
         """Wait until the group admits this process.

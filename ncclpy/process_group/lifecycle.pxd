@@ -61,7 +61,7 @@ cdef class Lifecycle:
     cdef object end_begun  # an event, set once the threads that end the group are started; None before a failure
     cdef object end_thread  # the thread that starts these threads
     cdef unsigned long maker_thread  # the thread that has made the group
-    cdef set enders  # threads that are in abort(), recover() or reconfigure()
+    cdef set enders  # threads that are in abort(), or in a call that reconfigures the group
     cdef object translate  # turns an exception into the one that the framework above raises, or None
     cdef object __weakref__
 

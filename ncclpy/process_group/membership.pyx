@@ -175,7 +175,8 @@ cdef class Membership:
     cdef tuple _decide(self, min_ranks, double seconds):
         """Return the ranks that continue and the uuid of their rendezvous, as the remaining ranks have decided.
 
-        Raises NcclError if the store is gone. If the ranks continue without this one, the NcclError is the group's too.
+        Raises NcclError if the store is gone, or if the ranks continue without this one; in the second case the error
+        also becomes the group's.
         """
         cdef Lifecycle group = self.group
         group_status, previous = group.group_status, self.previous

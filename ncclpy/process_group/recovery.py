@@ -171,7 +171,7 @@ class _Election:
 
     def run(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        own_key = f"{self._place_of_arrivals()}{self.rank}"
+        own_key = f"{self._arrival_prefix()}{self.rank}"
         leases = set_while_alive(self.store, own_key, b"")  # with leases, only live ranks have keys
         try:
             return self._await(leases, deadline, timeout, wanted)
@@ -181,11 +181,11 @@ class _Election:
             raise
 
     def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
-        # Ranks found lost at the last check. A rank counts as lost only after a second check in a row, as it has no
-        # lease for an instant while it makes its group.
+        # Ranks found lost at the last check. Before the timeout a rank counts as lost only after a second check in a
+        # row, as it has no lease for an instant while it makes its group.
         suspects: set[int] = set()
         while wanted():
-            arrived = (ranks_of(self.store.keys(self._place_of_arrivals())) & set(range(self.size))) | {self.rank}
+            arrived = (ranks_of(self.store.keys(self._arrival_prefix())) & set(range(self.size))) | {self.rank}
             remaining = deadline - time.monotonic()
             is_decider = self.rank == min(arrived)
             if remaining <= 0 or is_decider:
@@ -212,7 +212,7 @@ class _Election:
             "more"
         }
 
-    def _place_of_arrivals(self) -> str:
+    def _arrival_prefix(self) -> str:
         return f"recover/{self.attempt}/here/"
 
 

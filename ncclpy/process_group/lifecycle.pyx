@@ -221,7 +221,7 @@ cdef class Lifecycle:
         self.check_usable()
         raise NcclAborted(
             f"process group {self.name!r} was reconfigured while this was begun, and is rank {self.rank} of {self.size} "
-            "now; nothing of it has begun"
+            "now; no part of it was begun"
         )
 
     # Communicators.

@@ -73,7 +73,9 @@ cdef class Membership:
                     GroupStatus.refuse, store, place_of(uuid), _MEETING, f"{self._title()} has called reconfigure() with other "
                     f"handles, or in another order, for uuid {uuid!r}, and does not take part",
                 ))
-                in_flight_error = NcclAborted(f"process group {group.name!r} is being reconfigured: this was in flight then")
+                in_flight_error = NcclAborted(
+                    f"process group {group.name!r} is being reconfigured: this operation was in flight"
+                )
                 group_status = group.new_group_status(store, order.index(group.handle), len(order), place_of(uuid))
                 group_status.rendezvous.describe_ranks = names_of_members(order)
                 try:
@@ -160,7 +162,9 @@ cdef class Membership:
             while True:
                 members, uuid = self._decide(min_ranks, seconds)
                 previous = self.previous.among(members)
-                in_flight_error = NcclAborted(f"process group {group.name!r} is being recovered: this was in flight then")
+                in_flight_error = NcclAborted(
+                    f"process group {group.name!r} is being recovered: this operation was in flight"
+                )
                 try:
                     contributions = self._move_to(
                         uuid, members.index(group.rank), len(members), in_flight_error, False, None,
@@ -248,7 +252,9 @@ cdef class Membership:
             handles = [each["handle"] for each in met] + met[0]["joiners"]
             if len(handles) == group.size:
                 return ()
-            before, begun = len(met), NcclAborted(f"process group {group.name!r} admits others: this was begun then")
+            before, begun = len(met), NcclAborted(
+                f"process group {group.name!r} admits new ranks: this operation was begun meanwhile"
+            )
             self._move_to(
                 met[0]["uuid"], group.rank, len(handles), begun, True, handles, None, max(0.1, deadline - now()), None,
                 functools.partial(_lost_of, group.group_status.reports, before),
@@ -660,7 +666,7 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
             if main is not None and main.failure is not None:
                 raise main.failure.with_traceback(None)
             raise NcclTimeout(
-                f"process group {group.name!r}: its communicator, which is to be divided, is not made in time"
+                f"process group {group.name!r}: its communicator was not made in time to be divided"
             )
         comm = main.comms[0]
         wait_until_idle(group, main, deadline)

@@ -706,7 +706,7 @@ cdef class Submission(BlockOwner):
         if peer < 0 and request.is_one_message_with(group.rank):
             raise ValueError(
                 f"rank {group.rank} of process group {group.name!r}: what a rank sends to itself is captured together with "
-                "its receive: have both in one coalescing() block"
+                "its receive: put both in one coalescing() block"
             )
         if peer >= 0:
             request.steps[0].root = 1 - connection.rank

@@ -171,7 +171,7 @@ def agree_on_exit(
         group_status.confirm()
         group_status.wait_until_confirmed(EXIT_PATIENCE)  # this process may serve the store, where the others read why
     except Exception:  # the process ends in any case
-        _log.debug("rank %d could not wait until the others have heard of the end", rank, exc_info=True)
+        _log.debug("rank %d could not wait until the other ranks knew of the end", rank, exc_info=True)
 
 
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:

@@ -76,7 +76,7 @@ def reopen(pid, fd, token, length):
         # In another container the pid may be another process's, and the descriptor another file.
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
         if not is_ours or os.pread(own, TOKEN, 0) != token:
-            raise OSError(f"descriptor {fd} of process {pid} is not the group's")
+            raise OSError(f"descriptor {fd} of process {pid} is not the group's shared memory")
         return own
     except BaseException:
         os.close(own)
@@ -227,7 +227,7 @@ def attach_rings(RingSet rings not None, int rank, int peer, pid, fd, token):
     """
     cdef RingPair pair = RingPair.__new__(RingPair)
     if rings.fd < 0:
-        raise OSError("there is no memory of this rank's")
+        raise OSError("this rank has no shared memory")
     own = reopen(pid, fd, token, _length(rings.size))
     try:
         pair.wakeup, pair.outbox = MappedPages(own, 0), MappedPages(own, 1 + rank * _PAGES, _PAGES)

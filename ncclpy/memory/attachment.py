@@ -52,14 +52,16 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hoo
     Raises
     ------
     RuntimeError
-        If the framework is attached already; it can be attached again after `Attachment.close`.
+        If the framework is attached already; it can be attached again after `Attachment.close`. With `hooks`: if the
+        library cannot be built, or torch refuses the hooks.
     ImportError
         If the framework cannot be imported.
     NcclUnsupported
-        On the host engine; before NCCL 2.19.
+        On the host engine, for a framework; before NCCL 2.19; if torch or CuPy finds no GPU. Without `hooks`: if torch
+        has no ``torch.cuda.MemPool``, or uses another allocator than its own.
     ValueError
-        If there is no such framework. With `hooks`: if torch's segments are expandable, since they grow in place, for
-        which NCCL has no call; or if torch uses another allocator than its own.
+        If there is no such framework. With `hooks`: if the framework is not torch; if torch's segments are expandable,
+        since they grow in place, for which NCCL has no call; or if torch uses another allocator than its own.
     """
     if hooks:
         by_hooks: Attachment = _with_hooks(framework)
@@ -97,7 +99,7 @@ class Attachment:
 
     @property
     def framework(self) -> str:
-        """The framework."""
+        """The framework's name; for a ``MemoryResource`` the name of its class."""
         return self._framework
 
     @property
@@ -118,6 +120,8 @@ class Attachment:
     @contextlib.contextmanager
     def use(self) -> Iterator[Self]:
         """Return a context in which this thread allocates by this attachment, on the current device.
+
+        With rmm all threads do so: it has no setting for one thread.
 
         Raises
         ------

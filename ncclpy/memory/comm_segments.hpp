@@ -42,7 +42,7 @@ struct SegmentCounters {
   size_t leaving, leaving_bytes;         // taken away, but not gone yet
   size_t registrations;                  // at present
   uint64_t added, dropped, lost;         // registrations ever made and dropped; memory that could not be freed
-  uint64_t refused[segment_refusals];    // registrations that NCCL has refused, by its result
+  uint64_t refused[segment_refusals];    // registrations that NCCL has refused, by its result; [0] for larger ones
 };
 
 class Segments;
@@ -65,8 +65,10 @@ struct CommSegments : ncclpy_precall_hook {
   std::vector<uint64_t> to_leave, fenced;
   int fence = -1;                          // index of the event that must be passed before `fenced` can leave, or -1
 
-  // For threads of an allocator, without the GIL: a weak reference to its handle; the number of references to this
-  // object, its `HookKeeper`'s among them; and the state of an abort made to free memory, with the memory's address.
+  // What threads of an allocator use without the GIL. `weak` is a weak reference to the communicator's handle.
+  // `references` counts the references to this object, its `HookKeeper`'s among them. `ending` is the state of an
+  // abort made to free memory, and `ended_for` the memory's address. `left_behind` means that the abort was given up,
+  // since it cannot end a call that a thread is in.
   enum Ending { not_ended, is_ending, has_ended, left_behind };
   ncclpy_weak_handle* weak = nullptr;
   void* comm = nullptr;                        // used after the communicator was dropped, which revokes `weak`

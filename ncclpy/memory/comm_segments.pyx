@@ -142,9 +142,10 @@ cdef class HookKeeper:
 
     # The communicator passes itself: `ref` is dead already if a finaliser closes it.
     def wait(self, Handle handle, double until):
-        """Wait for issued operations; the communicator calls this before its close. How they ended is not reported.
+        """Wait until `until` for issued operations; the communicator calls this before its close.
 
-        It stops waiting for a communicator that is aborted meanwhile, or has failed: its operations may never end.
+        The wait also ends when the communicator is aborted or has failed: its operations may never end. How operations
+        have ended is not reported.
         """
         cdef CUevent event
         cdef ncclResult_t result = ncclSuccess
@@ -176,7 +177,7 @@ cdef class HookKeeper:
             self.let_go(handle)  # the communicator's end, which follows, ends the registrations too
 
     def let_go(self, Handle handle):
-        """Release the segments when the communicator has ended; until then keep it, even if it is unreferenced."""
+        """Have the reaper release the segments when the communicator has ended; keep the communicator until then."""
         if not self.has_left and handle not in _ending:
             _ending.append(handle)
             sem_post(&_reaper_wakeups)
@@ -207,7 +208,7 @@ cdef class _Registrar(HookOwner):
             have_events = make_events(<PreCallHook*>hook_keeper.member, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
-        if handle.precall_hook != NULL:  # the thread that opens the registry has set its hook meanwhile
+        if handle.precall_hook != NULL:  # the thread that opens the registry has set the handle's hook meanwhile
             return 0
         if not have_events:
             raise MemoryError
@@ -216,7 +217,7 @@ cdef class _Registrar(HookOwner):
         if hook_keeper.member.weak == NULL:
             raise MemoryError
         if not segments.join(hook_keeper.member):
-            free_weak_handle(hook_keeper.member.weak)  # for the handle, which does not get it
+            free_weak_handle(hook_keeper.member.weak)  # in place of the handle, its second owner
             raise MemoryError
         handle.weak = hook_keeper.member.weak
         handle.freed_by_own_abort = is_freed(handle, [handle])  # known now: all its ranks have joined
@@ -303,7 +304,7 @@ cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, 
 
 
 cdef void remove_owned(uintptr_t base) noexcept nogil:
-    if nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
+    if nccl.ncclMemFree == NULL or segments == NULL:  # NCCL's functions are NULL in a forked child
         return
     segments.remove(base, True)
     free_some()
@@ -348,7 +349,7 @@ cdef int _note_endings() except -1:
 cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
     if hook_keeper.member.ending.load() == NOT_ENDED:
         return 0
-    if not is_hook_aborting(<PreCallHook*>hook_keeper.member):  # no thread for the abort could be started
+    if not is_hook_aborting(<PreCallHook*>hook_keeper.member):  # its thread has not begun, or could not start
         return 0
     if not handle.become(ABORTED):
         return 0
@@ -369,7 +370,7 @@ cdef int _note_ending(HookKeeper hook_keeper, Handle handle) except -1:
 
 
 cdef int visit_all(double patience) except -1:
-    """Deregister what can leave each communicator, in the order of their keys; free segments without holders."""
+    """Deregister what can leave each communicator, free segments without holders, and report those that are gone."""
     cdef HookKeeper hook_keeper
     cdef Handle handle
     if _endings_noted != _endings:
@@ -398,7 +399,7 @@ cdef list _foreign_leaving = []  # (base, number, called when the segment is gon
 
 
 cdef int remove_foreign(uintptr_t base, object callback) except -1:
-    """Take away a segment that others own; the thread that finds it out of use calls `callback`."""
+    """Take away a segment that others own; the thread that finds the segment out of use calls `callback`."""
     cdef uint64_t number = 0
     cdef int state
     with nogil:

@@ -23,7 +23,7 @@ class Source(Protocol):
     resource: Any
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this allocator serves this thread's arrays on the device."""
+        """Return a context in which this allocator serves this thread's arrays (with rmm, those of all threads)."""
 
     def empty(self, shape: Any, dtype: Any, device: int) -> Any:
         """Return an array on the device; called in the context."""
@@ -67,7 +67,10 @@ class _Numpy:
 
 
 def source_of(name: object, what: str, device: int | None) -> Source:
-    """Return a new allocator of a framework, for a pool or for `attach`."""
+    """Return a new allocator of the framework `name`; `what` is "pool" or "attach".
+
+    For "attach", `name` may be a ``MemoryResource`` of cuda.core instead.
+    """
     if what == "attach" and hasattr(name, "allocate") and hasattr(name, "deallocate"):
         return _source_over(name)
     known = _POOLS if what == "pool" else tuple(_SOURCES)

@@ -61,12 +61,13 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
     ------
     NcclUnsupported
         On the host engine for another framework than numpy, and with NCCL on GPUs for numpy; before NCCL 2.19, and
-        with `symmetric` before 2.27.
+        with `symmetric` before 2.27; if torch or CuPy finds no GPU, or torch has no ``torch.cuda.MemPool`` or uses
+        another allocator than its own.
     ImportError
         If the framework cannot be imported.
     ValueError
-        With `symmetric`, if the communicator has several ranks and cannot be ended: make it with ``timeout=`` or
-        ``abortable=True``, since the wait for a missing rank would never end.
+        If there is no such framework. With `symmetric`, if the communicator has several ranks and cannot be ended: make
+        it with ``timeout=`` or ``abortable=True``, since the wait for a missing rank would never end.
     """
     return Pool(framework, comm_or_group, symmetric=symmetric)
 
@@ -119,7 +120,7 @@ class Pool:
 
     @property
     def resource(self) -> Any:
-        """The framework's own object, a ``torch.cuda.MemPool`` or a ``cupy.cuda.MemoryPool``; None if there is none.
+        """The ``torch.cuda.MemPool`` or ``cupy.cuda.MemoryPool``; None for numpy, and when the pool is closed.
 
         Memory that is allocated through it outside a block of the pool is registered as well, but becomes no window.
         """
@@ -158,7 +159,7 @@ class Pool:
     @contextlib.contextmanager
     def _inside(self) -> Iterator[Source]:
         source = self._source
-        if source is None:  # another thread has just closed it
+        if source is None:  # another thread has just closed the pool
             raise _closed()
         before = enter_pool(self._number)
         # torch refuses to enter a pool twice in a thread, but counts the attempt as a use of the pool.
@@ -200,7 +201,8 @@ class Pool:
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for the other ranks; by default the communicator's own timeout, or 60.
+            Seconds to wait for the other ranks; by default the timeout of the `Communicator`, and 60 if it has none or
+            the pool is of a `ProcessGroup`.
 
         Returns
         -------
@@ -217,6 +219,8 @@ class Pool:
             If a rank is missing at the deadline. With a `ProcessGroup` all other ranks raise it with the missing
             ranks' names, and nothing has changed: the next commit compares again. A `Communicator` cannot name the
             missing ranks, and is aborted.
+        NcclError
+            If another rank of the `Communicator` has called another all-gather instead.
         RuntimeError
             In a signal handler that runs during a commit or a close of this pool in the same thread.
         """

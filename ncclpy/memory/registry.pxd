@@ -5,7 +5,7 @@ from libc.stdint cimport uintptr_t
 cdef enum:
     TAKEN_IN
     KNOWN  # exactly this segment is there already, or memory of ncclpy's own that contains it
-    REFUSED  # it overlaps another segment, or memory is out
+    REFUSED  # it overlaps another segment, or memory is out, or the registry was not opened
 
 # Results of `take_out`.
 cdef enum:

@@ -59,7 +59,7 @@ class SegmentRegistry:
 
     There is one registry for each process, `SegmentRegistry.default`; `memory.alloc` and pools put their segments
     there, and `add` adds memory that others allocate. A communicator registers new segments in its next call
-    (`ncclCommRegister`), so nothing here waits for a communicator; a close deregisters them, and an abort drops them.
+    (`ncclCommRegister`), so `add` waits for no communicator; a close deregisters them, and an abort drops them.
     """
 
     def __init__(self):
@@ -90,7 +90,7 @@ class SegmentRegistry:
         Raises
         ------
         ValueError
-            If it overlaps a segment that is in the registry.
+            If it overlaps a segment that is in the registry, begins at NULL, or reaches beyond the end of memory.
         """
         cdef uintptr_t base = _address(pointer)
         cdef size_t size = as_integer(nbytes, "nbytes", 1, _MAX_ADDRESS)
@@ -101,7 +101,8 @@ class SegmentRegistry:
     def remove(self, pointer, *, timeout=10.0):
         """Take a segment away. When this returns no communicator has it registered, and none of them uses it.
 
-        It waits for the calls that each communicator has made until now, and for nothing else on the device.
+        It waits for the calls that each communicator has made until now, and for nothing else on the device. For a
+        communicator with a graph that may use the segment, it waits until that communicator ends.
 
         Parameters
         ----------
@@ -115,8 +116,8 @@ class SegmentRegistry:
         ValueError
             If no segment that was added begins there.
         NcclTimeout
-            If a communicator may still use it; then its memory must not be freed yet. The communicators are named;
-            abort them, or call `drain` later.
+            If a communicator may still use it; then its memory must not be freed yet. The error names communicators
+            that have still to deregister a segment; abort them, or call `drain` later.
         """
         cdef uintptr_t base = _address(pointer)
         cdef uint64_t number = 0
@@ -186,10 +187,10 @@ class SegmentRegistry:
         Returns
         -------
         dict
-            ``segments`` and ``bytes`` in use, ``leaving`` and ``leaving_bytes`` that were taken away and may still be
-            used, ``registrations`` at present; and since the process began, how often a segment was ``registered`` and
-            ``deregistered``, ``not_freed`` because NCCL refused to free it, and ``refused``, a dict of how often NCCL
-            has refused to register one, by its result.
+            At present: ``segments`` and ``bytes`` in use, ``leaving`` and ``leaving_bytes`` that were taken away and
+            may still be used, ``registrations``. Since the process began: how often a segment was ``registered``,
+            ``deregistered``, and ``not_freed`` as NCCL refused that; ``refused``, a dict of NCCL's results, with how
+            often NCCL has refused a registration by each.
         """
         cdef Counters counters = segments.counters()
         cdef int i
@@ -316,8 +317,8 @@ cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil:
 cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
     """Return when no communicator uses a segment; abort those that still do after `timeout` seconds.
 
-    STILL_USED means that a communicator could not be aborted: a thread is stuck inside NCCL, or NCCL's own abort does
-    not return.
+    STILL_USED means that a communicator could not be aborted: a thread is stuck inside NCCL, NCCL's own abort does not
+    return, or no thread could be started for the abort.
     """
     cdef double started = now(), deadline = started + timeout
     cdef uint64_t number
@@ -348,7 +349,7 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
 
 
 cdef void _deregister_at_holders(uint64_t number) noexcept nogil:
-    """Deregister a segment at the communicators that hold it, except where a thread is inside the communicator."""
+    """Deregister a segment at each holder with finished operations, unless a thread holds the communicator's lock."""
     cdef vector[CommSegments*] holders
     cdef CommSegments* member
     cdef size_t i
@@ -384,8 +385,8 @@ cdef void _deregister_at(CommSegments* member) noexcept nogil:
 cdef bint _begin_aborts(uint64_t number, uintptr_t base) noexcept nogil:
     """Begin to abort the communicators that hold a segment, in threads that may never end.
 
-    One thread aborts all of them where NCCL can do so in a group, else each has a thread. Return False if that failed
-    for some of them; these stay unclaimed, for another try.
+    One thread aborts all of them where NCCL can do so in a group, else each has a thread. Return False if memory is
+    out or a thread could not be started; the communicators concerned stay unclaimed, for another try.
     """
     cdef vector[CommSegments*] holders
     cdef size_t i, each, nclaimed = 0, given_up = 0
@@ -462,10 +463,10 @@ cdef ncclComm_t _take_guard(CommSegments* member) noexcept nogil:
 cdef ncclComm_t _detach(CommSegments* member, double until, Taken* taken) noexcept nogil:
     """Detach and return the communicator's handle, to be aborted.
 
-    Return NULL if another thread has detached it, or if a call is stuck that no abort can make return.
+    Return NULL if another thread has detached or freed it, or if a call is stuck that no abort can make return.
 
-    In `taken` return what NCCL must deregister before the abort; nothing if the abort does not free the communicator,
-    or on the host engine (see `core/handles/abort`).
+    In `taken` return what NCCL must deregister before the abort: nothing if a call still holds the lock, if the abort
+    does not free the communicator, or on the host engine (see `core/handles/abort`).
     """
     cdef ncclComm_t raw = NULL
     cdef double started = now()
@@ -612,7 +613,8 @@ Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of
     def close(self):
         """Drop this object's reference; a second call does nothing. The memory is freed with the last array over it.
 
-        A plan, or an open group that has not launched yet, refers to this object alone: close it after them.
+        A plan, or an open group that has not launched yet, refers to this object alone: close it after them. If
+        `__cuda_array_interface__` was read, the memory also stays as long as this object.
         """
         self.closing = True
         self.view.pointer = NULL
@@ -682,7 +684,7 @@ def alloc(nbytes, device=None):
 
 
 def empty(shape, dtype="float32", *, device=None, framework=None):
-    """Return an array over memory that NCCL can register; the memory is freed with the last array over it.
+    """Return an array over new memory of `alloc`; the memory is freed with the last array over it.
 
     Parameters
     ----------
@@ -744,7 +746,7 @@ _numbers = itertools.count(1)
 cdef int _allocate(
     size_t nbytes, int device, uintptr_t* pointer, int* added, uintptr_t* other, size_t* other_bytes
 ) noexcept nogil:
-    """Allocate memory and add it to the registry. Return NCCL's result, and in `added` whether it was added."""
+    """Allocate memory and add it to the registry. Return NCCL's result, and in `added` that of Segments.add()."""
     cdef void* made = NULL
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
@@ -790,13 +792,13 @@ cdef void* _take(size_t nbytes, int device) noexcept nogil:
 
 
 cdef void _give(void* pointer, int device, void* stream) noexcept nogil:
-    """Give a segment to the reaper, to be freed behind the work queued on its allocator's stream: programs rely on a
-    free that waits for the device, as cudaFree does; ncclMemFree need not wait."""
+    """Give a segment to the reaper, to be freed behind the work queued on its allocator's stream, unless the stream is
+    being captured. Programs rely on a free that waits for the device, as cudaFree does; ncclMemFree need not wait."""
     cdef CUcontext saved = NULL
     cdef CUevent event = NULL
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUstreamCaptureMode mode
-    if pointer == NULL or nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
+    if pointer == NULL or nccl.ncclMemFree == NULL or segments == NULL:  # NULL functions: in a forked child
         return
     if switch_device(device, &saved):
         mode = relax()

@@ -61,9 +61,9 @@ class Segments {
     }
   }
 
-  // Begins to take a segment away; `owned` says whether ncclpy frees it. It is gone at once if no operation can have
-  // used it. To learn later whether it is gone, pass its number to state(): another segment may begin at its address
-  // by then.
+  // Begins to take a segment away; `owned` says whether ncclpy frees it. The segment is gone at once if no operation
+  // can have used it. segment_unknown if no such segment begins at `base`, or it is leaving already. To learn later
+  // whether the segment is gone, pass its number to state(): another segment may begin at its address by then.
   SegmentState remove(uintptr_t base, bool owned, uint64_t* number = nullptr) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -182,7 +182,7 @@ class Segments {
     for (const Awaited& one : over) calls_.destroy_event(one.event);
   }
 
-  // Destroys a communicator's events. Only when `references` is 0: until then a thread without the GIL may query them.
+  // Destroys a communicator's events; called when `references` is 0, as a thread with a reference may query them.
   void forget_events(CommSegments& member) noexcept {
     for (void*& event : member.events) {
       if (event != nullptr) calls_.destroy_event(event);
@@ -198,7 +198,7 @@ class Segments {
     return found->second->leaving ? segment_leaving : segment_unknown;
   }
 
-  // A communicator joins: present segments are put into its list, later ones will be.
+  // A communicator joins: present segments are put into its list, later ones will be. False if memory is out.
   bool join(CommSegments* member) noexcept {
     const Hold hold(mutex_);
     try {
@@ -275,7 +275,7 @@ class Segments {
     }
   }
 
-  // Takes out an owned segment without holders, for the caller to free.
+  // Takes out an owned segment without holders, for the caller to free; false if there is none.
   bool next_to_free(uintptr_t* base, int* device) noexcept {
     const Hold hold(mutex_);
     if (to_free_.empty()) return false;
@@ -299,7 +299,7 @@ class Segments {
     return leaving_ != 0;
   }
 
-  // Ends the leaving of a segment from next_to_free(); `succeeded` says whether it was freed.
+  // Counts a segment from next_to_free() as gone; `succeeded` says whether it was freed, or is lost.
   void freed(bool succeeded) noexcept {
     const Hold hold(mutex_);
     --leaving_;
@@ -418,7 +418,7 @@ class Segments {
     return segment_gone;
   }
 
-  // Registers one segment. False if there was nothing to register.
+  // Registers one segment. False if there was nothing to register, or the communicator was aborted meanwhile.
   bool register_one(CommSegments& member, void* comm) noexcept {
     std::shared_ptr<Segment> segment;
     uint64_t number;
@@ -457,7 +457,7 @@ class Segments {
   bool begin_fence(CommSegments& member) noexcept {
     const Hold hold(mutex_);
     if (!member.fenced.empty()) return true;
-    // Segments that graphs may use stay as long as the communicator.
+    // A segment that graphs may use stays as long as the communicator, unless its allocator has given it back.
     auto& list = member.to_leave;
     const auto first =
         std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(member, number); });

@@ -38,7 +38,11 @@ class _Resource:
         self._core, self._device = core, device
 
     def allocate(self, size: int, stream: Any = None) -> Any:
-        """Return a buffer of `size` bytes, which can be used at once: the allocation is not ordered by the stream."""
+        """Return a buffer of `size` bytes.
+
+        Memory of NCCL's allocator can be used at once, on any stream. Memory of another resource can be used as that
+        resource allows, for example in the order of `stream` only.
+        """
         pointer = self._new(size, stream)
         try:
             try:
@@ -53,7 +57,7 @@ class _Resource:
         return take(size, self._device)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
-        """Give memory back: it is freed after what the stream has queued, once communicators have deregistered it."""
+        """Give memory back: it is freed after the work on the stream, once communicators have deregistered it."""
         give(int(ptr), self._device, 0 if stream is None else int(stream.__cuda_stream__()[1]))
 
     @property

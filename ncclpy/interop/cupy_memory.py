@@ -20,7 +20,9 @@ def source(device: int | None) -> CupySource:
     return CupySource(cupy, device)
 
 
-def _taker(cupy: Any) -> Callable[[int, int], int]:
+def _allocate_function(cupy: Any) -> Callable[[int, int], int]:
+    """Return the function by which a pool of CuPy takes memory; it raises CuPy's error if memory is out."""
+
     def allocate(nbytes: int, device: int) -> int:
         try:
             return take(nbytes, device)
@@ -42,7 +44,7 @@ class CupySource:
         open_allocator()
         # Functions without a reference to this object: the garbage collector does not look into CuPy's pool, so a pool
         # that refers to this object would keep itself, and all that belongs to it, alive forever.
-        functions = cupy.cuda.memory.PythonFunctionAllocator(_taker(cupy), give)
+        functions = cupy.cuda.memory.PythonFunctionAllocator(_allocate_function(cupy), give)
         self.resource: Any = cupy.cuda.MemoryPool(functions.malloc)
         self._before: Any = None
 

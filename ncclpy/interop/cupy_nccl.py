@@ -79,7 +79,7 @@ NCCL_FLOAT32 = NCCL_FLOAT = int(DataType.FLOAT32)
 NCCL_FLOAT64 = NCCL_DOUBLE = int(DataType.FLOAT64)
 NCCL_BFLOAT16 = int(DataType.BFLOAT16)
 
-_SIZE = 128
+_UNIQUE_ID_BYTES = 128
 #: The deadline of communicators that are made from now on; see `use`.
 _timeout: float | None = None
 
@@ -94,8 +94,8 @@ def _name_of(status: int) -> str:
 class NcclError(errors.NcclError):
     """Report a call that NCCL refused or that failed, as CuPy's error does.
 
-    Each error is also an instance of the class that ncclpy would raise: `ncclpy.NcclError`, or a subclass such as
-    `ncclpy.NcclTimeout`.
+    An error that ncclpy raises keeps its class: it is also an instance of `ncclpy.NcclTimeout`, say. An error that
+    `check_status` raises for a number is an instance of `ncclpy.NcclError`, and of no subclass of it.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class _NoLibrary(NcclError, errors.LibraryNotFound):
     """No NCCL was found."""
 
 
-#: For each of ncclpy's errors, its class here, and its status if it has no result of NCCL.
+#: For each class of ncclpy's errors: the class here, and the status of errors that have no result of NCCL.
 _KINDS: dict[type, tuple[type[NcclError], int]] = {
     errors.NcclTimeout: (_Timeout, Result.TIMEOUT),
     errors.NcclAborted: (_Aborted, Result.INTERNAL_ERROR),
@@ -155,8 +155,8 @@ _KINDS: dict[type, tuple[type[NcclError], int]] = {
 }
 
 
-def _as_cupys(error: errors.NcclError) -> NcclError:
-    """Return an error of ncclpy as one that CuPy's users expect, with all its attributes."""
+def _as_cupy_error(error: errors.NcclError) -> NcclError:
+    """Return an error of ncclpy as an `NcclError` of this module, with all its attributes."""
     kind, status = next((_KINDS[base] for base in type(error).__mro__ if base in _KINDS), (NcclError, 3))
     made = kind(int(status if error.result is None else error.result), str(error))
     kept = {name: value for name, value in vars(error).items() if name != "result"}
@@ -174,7 +174,7 @@ def _raising(function: F) -> F:
         except NcclError:
             raise
         except errors.NcclError as error:
-            raise _as_cupys(error) from error
+            raise _as_cupy_error(error) from error
 
     return cast(F, raising)
 
@@ -232,7 +232,7 @@ class NcclConfig:
         """Whether children share resources, as a number."""
         return self._split_share
 
-    def _as_ours(self) -> Config:
+    def _as_ncclpy_config(self) -> Config:
         return Config(split_share=bool(self._split_share))
 
 
@@ -241,7 +241,7 @@ def _config(config: NcclConfig | None) -> Config | None:
         return None
     if not isinstance(config, NcclConfig):
         raise TypeError(f"config: expected an NcclConfig, got {type(config).__name__}")
-    return config._as_ours()
+    return config._as_ncclpy_config()
 
 
 class NcclCommunicator:
@@ -274,8 +274,8 @@ class NcclCommunicator:
     def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
         if not isinstance(commId, bytes):
             raise TypeError(f"commId: expected the bytes of get_unique_id(), got {type(commId).__name__}")
-        if len(commId) != _SIZE:
-            raise ValueError(f"commId length {len(commId)} != {_SIZE}.")
+        if len(commId) != _UNIQUE_ID_BYTES:
+            raise ValueError(f"commId length {len(commId)} != {_UNIQUE_ID_BYTES}.")
         self._hold(Communicator.init(ndev, rank, commId, config=_config(config), timeout=_timeout))
 
     def _hold(self, ours: Communicator) -> None:
@@ -306,7 +306,7 @@ class NcclCommunicator:
         Parameters
         ----------
         devices
-            Their ordinals in a list, or how many of the first ones.
+            The ordinals of the devices, or a number n for the first n devices.
         """
         if isinstance(devices, bool) or not isinstance(devices, (int, list)):
             raise ValueError('"devices" should be an int or a list of int.')
@@ -317,11 +317,14 @@ class NcclCommunicator:
 
     @staticmethod
     def _initAll(comms: list[NcclCommunicator], ndev: int, devlist: list[int] | None = None) -> None:  # noqa: N802
-        """Fill in communicators that were made empty, such as those of subclasses, which cannot be made otherwise."""
+        """Initialise communicators that the program has made by `__new__`, one for each device.
+
+        A subclass needs this to have several in one process: `initAll` makes objects of this class only.
+        """
         ordinals = list(range(ndev)) if devlist is None else devlist
         if not len(comms) == len(ordinals) == ndev:
             raise ValueError(f"{len(comms)} communicators and {len(ordinals)} devices, where ndev is {ndev}")
-        for comm, ours in zip(comms, _made_together(ordinals), strict=True):
+        for comm, ours in zip(comms, _init_on_devices(ordinals), strict=True):
             comm._hold(ours)
 
     @_raising
@@ -422,7 +425,7 @@ class NcclCommunicator:
 
 
 @_raising
-def _made_together(devices: list[int]) -> list[Communicator]:
+def _init_on_devices(devices: list[int]) -> list[Communicator]:
     return Communicator.init_all(devices, timeout=_timeout)
 
 
@@ -430,9 +433,9 @@ class InPlace:
     """What `use` returns: `close`, or the end of a ``with`` block, puts CuPy's module back."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-        self._modules: dict[str, ModuleType | None] = {}
-        self._filled: list[tuple[dict[str, int], dict[str, int]]] = []
+        self._before: list[tuple[Any, str, Any]] = []  # an object, the name of an attribute, and its value before
+        self._modules: dict[str, ModuleType | None] = {}  # entries of sys.modules before
+        self._filled: list[tuple[dict[str, int], dict[str, int]]] = []  # a table of CuPy, and its content before
         self._timeout = _timeout
 
     def __enter__(self) -> InPlace:
@@ -446,7 +449,7 @@ class InPlace:
         setattr(owner, name, value)
 
     def close(self) -> None:
-        """Put back what was there; a second call does nothing."""
+        """Put CuPy's module and its names back; a second call does nothing."""
         global _timeout
         for table, content in self._filled:
             table.clear()
@@ -467,8 +470,9 @@ class InPlace:
 
 
 _ABSENT = object()
-#: Modules of CuPy that have copies of the names of cupy.cuda.nccl, if they were imported before `use` was called.
-_TAKERS = ("cupyx.distributed._nccl_comm", "cupyx.distributed._init", "cupyx.distributed.array._data_transfer")
+#: Modules of CuPy that import cupy.cuda.nccl or names of it. Those that were imported before `use` have CuPy's own
+#: module, so `use` replaces it in them.
+_IMPORTERS = ("cupyx.distributed._nccl_comm", "cupyx.distributed._init", "cupyx.distributed.array._data_transfer")
 #: NCCL's data types by CuPy's type characters, for modules that found no NCCL and so have an empty table.
 _TYPES = {
     "b": NCCL_INT8, "B": NCCL_UINT8, "i": NCCL_INT32, "I": NCCL_UINT32, "l": NCCL_INT64, "L": NCCL_UINT64,
@@ -515,7 +519,7 @@ def use(*, timeout: float | None = None) -> InPlace:
     made._modules["cupy.cuda.nccl"] = sys.modules.get("cupy.cuda.nccl")
     sys.modules["cupy.cuda.nccl"] = ours
     made._put(cupy.cuda, "nccl", ours)
-    for name in _TAKERS:
+    for name in _IMPORTERS:
         module = sys.modules.get(name)
         if module is None:
             continue

@@ -23,7 +23,8 @@ __all__ = ["close_when_dropped"]
 
 _log = logging.getLogger("ncclpy")
 
-#: Seconds for what was issued on a communicator without a deadline of its own; then the communicator is aborted.
+#: Seconds that a close waits for issued operations if the communicator has no timeout of its own; then it aborts the
+#: communicator.
 _DEADLINE = 60.0
 #: The most threads that close communicators. One thread is not enough: it may wait for a rank that in turn waits until
 #: this process closes the next communicator.
@@ -35,7 +36,7 @@ _PATIENCE = 2.0
 # SimpleQueue's `put` may be called from destructors, and a set changes in one step.
 _dropped: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
 _threads: set[object] = set()
-_inherited: list[Any] = []  # in a forked child, what the parent had: the child can close none of it
+_inherited: list[Any] = []  # in a forked child, the parent's queue and threads: the child keeps the communicators open
 
 
 def close_when_dropped(owner: object, comm: Communicator) -> weakref.finalize[[Communicator, int], Any]:
@@ -69,7 +70,7 @@ def _work(mine: object) -> None:
             comm = _dropped.get_nowait()
         except queue.Empty:
             _threads.discard(mine)
-            # A communicator that was dropped between these two lines may have counted on this thread.
+            # A destructor that ran between get_nowait() and discard() may have counted this thread, and started none.
             if not _dropped.empty() and len(_threads) < _MAX_THREADS:
                 _threads.add(mine)
                 continue

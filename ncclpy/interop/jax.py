@@ -152,7 +152,7 @@ def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) 
 
 
 def send(comm: Communicator, array: Any, peer: int, *, timeout: float | None = None) -> None:
-    """Send an array to a rank, which calls `recv`; return once that is done.
+    """Send an array to a rank, which calls `recv`; return once the array is sent.
 
     Parameters
     ----------
@@ -301,7 +301,7 @@ def _complete(comm: Communicator, stream: Stream) -> None:
             stream.synchronize(_CHECK_INTERVAL)
             break
         except NcclTimeout:
-            if comm.closed:  # the operation's own timeout has passed
+            if comm.closed:  # aborted, as by the operation's own timeout
                 raise
             _raise_failure(comm)
     _raise_failure(comm)  # a stream continues behind an aborted operation, as if the operation had succeeded

@@ -1,8 +1,8 @@
 """The names of nccl4py's ``nccl.core`` that correspond to something of ncclpy.
 
-A program changes ``import nccl.core as nccl`` into ``from ncclpy.interop import nccl4py as nccl``. What nccl4py has
-beyond that (device communicators, teams, bindings in objects) is not here: `ncclpy.bindings` has every function of
-NCCL.
+A program changes ``import nccl.core as nccl`` into ``from ncclpy.interop import nccl4py as nccl``. Names of nccl4py
+without a counterpart (device communicators, teams, its low-level bindings) are not here. `ncclpy.bindings` has every
+function of NCCL.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CommSuspendFlag(enum.IntFlag):
 
 
 class WindowFlag(enum.IntFlag):
-    """Say what a window is for."""
+    """Say how a window is used."""
 
     DEFAULT = 0
     COLL_SYMMETRIC = 1
@@ -115,7 +115,10 @@ def group_start() -> None:
 
 
 def group_end() -> None:
-    """Launch the calls of the group that this thread has begun; to simulate a group, use `ncclpy.group`."""
+    """End the group that this thread has begun last; the end of the outermost one launches the calls of all.
+
+    To simulate a group, use ``ncclpy.group(simulate=True)``.
+    """
     c_calls.group_end("group_end")
 
 
@@ -133,7 +136,7 @@ def mem_alloc(size: int, device: int | None = None) -> Allocation:
 
 
 def mem_free(buf: Allocation) -> None:
-    """Give memory back.
+    """Drop the reference to memory; it is freed with the last array over it.
 
     Parameters
     ----------
@@ -337,7 +340,10 @@ class Communicator(_Communicator):
         )
 
     def create_pre_mul_sum(self, scalar: Any, datatype: DataTypeLike = None) -> CustomOp:
-        """Make an operator that multiplies what each rank sends; the default type is that of the scalar."""
+        """Make an operator that sums what the ranks send, each times its own scalar.
+
+        `datatype` is by default that of the scalar: INT64 for an int, FLOAT64 for a float.
+        """
         if isinstance(scalar, np.ndarray) and scalar.size == 1:  # read now, as nccl4py does
             datatype, scalar = scalar.dtype if datatype is None else datatype, scalar.item()
         if datatype is None:

@@ -52,7 +52,7 @@ _log = logging.getLogger("ncclpy")
 #: Seconds for an abort, as in vLLM; then the call returns, and the abort may continue.
 _ABORT_TIMEOUT = 5.0
 #: The name of the ranks' rendezvous in a store.
-_MEETING = "ncclpy/pynccl"
+_RENDEZVOUS = "ncclpy/pynccl"
 
 
 def _torch() -> Any:
@@ -70,8 +70,9 @@ def _torch() -> Any:
 class PyNcclCommunicator:
     """One rank's communicator for tensors, like vLLM's class of that name.
 
-    It is disabled in a world of one rank, if VLLM_DISABLE_PYNCCL is set, and if no NCCL is found, which a warning of
-    the log ``ncclpy`` explains. Calls on a disabled one do nothing and return None, as in vLLM.
+    It is disabled in a world of one rank, if VLLM_DISABLE_PYNCCL is "1" or "true", and if no NCCL is found, which a
+    warning of the log ``ncclpy`` explains. On a disabled one collectives, sends and receives do nothing and return
+    None, as in vLLM.
 
     Parameters
     ----------
@@ -85,10 +86,11 @@ class PyNcclCommunicator:
         host engine tensors are on the CPU, and an ordinal chooses the engine's device, by default the rank modulo the
         number of devices.
     library_path
-        The library to use, as `ncclpy.use` takes it, if none is loaded yet.
+        The library to use, as `ncclpy.use` takes it; by default the one that is loaded, or that ncclpy finds.
     timeout
         Seconds that any wait may take, from the rendezvous on, as for `ncclpy.Communicator.init`; given on all ranks
-        or on none. A rendezvous by a torch group or a stateless one has that group's own deadline.
+        or on none. Without it a rendezvous in a store has 300 s. A rendezvous by a torch group or a stateless one
+        always has that group's own deadline.
 
     Attributes
     ----------
@@ -101,11 +103,11 @@ class PyNcclCommunicator:
     disabled : bool
         Whether calls do nothing; it may be set, and `change_state` does.
     device : torch.device
-        Where its tensors are.
+        Where its tensors are; None if it was disabled from the beginning.
     stream
         The stream of calls that name none; None is torch's current one.
     comm : Communicator
-        The communicator, of ncclpy.
+        The communicator, of ncclpy. This attribute and the next two are missing if it was disabled from the beginning.
     unique_id : UniqueId
         The id that all ranks have got in the rendezvous.
     nccl_version : int
@@ -116,7 +118,12 @@ class PyNcclCommunicator:
     ModuleNotFoundError
         If there is no torch.
     ValueError
-        If a torch group is of NCCL's backend; if there is no such device.
+        If a torch group is of NCCL's backend; if there is no such device, or the engine does not reach its memory.
+    TypeError
+        If `group` is none of these.
+    RuntimeError
+        If `group` is None or a torch group, and torch.distributed is not initialised; if another library than
+        `library_path` is loaded already.
     NcclTimeout
         If some ranks are missing after `timeout`.
     """
@@ -200,7 +207,10 @@ class PyNcclCommunicator:
         return f"<PyNcclCommunicator rank {self.rank} of {self.world_size}, {state}>"
 
     def destroy(self) -> None:
-        """Abort it at once, in 5 s at most, whatever runs on it; a second call does nothing."""
+        """Abort it at once, whatever runs on it, and disable it; a second call does nothing.
+
+        The call returns after 5 s at most; then the abort may continue in its own thread.
+        """
         if self.available:
             self.available, self.disabled = False, True
             self._windows.clear()
@@ -228,7 +238,7 @@ class PyNcclCommunicator:
         op
             A ``torch.distributed.ReduceOp``, or another name of an operator; a sum by default.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return None
@@ -248,7 +258,7 @@ class PyNcclCommunicator:
         input_tensor
             What this rank sends.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -267,7 +277,7 @@ class PyNcclCommunicator:
         sizes
             The number of rows of each rank.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -286,7 +296,7 @@ class PyNcclCommunicator:
         op
             As for `all_reduce`.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -310,7 +320,7 @@ class PyNcclCommunicator:
         op
             As for `all_reduce`.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -332,7 +342,7 @@ class PyNcclCommunicator:
         op
             As for `all_reduce`.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -354,7 +364,7 @@ class PyNcclCommunicator:
         root
             The rank that sends.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -366,7 +376,7 @@ class PyNcclCommunicator:
         self.comm.scatter(list(input_tensor.split(list(sizes))), output_tensor, root, stream=self._on(stream))
 
     def _counts(self, whole: Any, argument: str, sizes: list[int]) -> list[int]:
-        """Return the elements of each rank's rows."""
+        """Return how many elements each rank's rows have in the tensor `whole`."""
         if len(sizes) != self.world_size:
             raise ValueError(f"sizes: {len(sizes)} numbers for {self.world_size} ranks: {list(sizes)}")
         rows = whole.shape[0]
@@ -385,7 +395,7 @@ class PyNcclCommunicator:
         dst
             The rank.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if not self.disabled:
             self.comm.send(self._mine(tensor, "tensor"), dst, stream=self._on(stream))
@@ -400,7 +410,7 @@ class PyNcclCommunicator:
         src
             The rank.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if not self.disabled:
             self.comm.recv(self._mine(tensor, "tensor"), src, stream=self._on(stream))
@@ -415,17 +425,17 @@ class PyNcclCommunicator:
         src
             The rank that sends.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if not self.disabled:
             self.comm.broadcast(self._mine(tensor, "tensor"), root=src, stream=self._on(stream))
 
     def group_start(self) -> None:
-        """Begin a group of this thread: its calls are launched together by `group_end`."""
+        """Begin a group of this thread: `group_end` launches its calls together. Groups nest."""
         c_calls.group_start()
 
     def group_end(self) -> None:
-        """Launch the calls of the group that this thread has begun."""
+        """End the group that this thread has begun last; the end of the outermost one launches the calls of all."""
         c_calls.group_end("group_end")
 
     def batch_isend_irecv(self, p2p_ops: list[Any], stream: Any = None) -> None:
@@ -436,7 +446,7 @@ class PyNcclCommunicator:
         p2p_ops
             Objects of ``torch.distributed.P2POp``, or objects with its ``op``, ``tensor`` and ``group_peer``.
         stream
-            The stream; torch's current one by default.
+            The stream; by default the attribute `stream`.
         """
         if self.disabled:
             return
@@ -463,7 +473,7 @@ class PyNcclCommunicator:
         Returns
         -------
         Window
-            The argument of `deregister_comm_window`. It is kept until then.
+            The window, for `deregister_comm_window`; until then this object keeps it.
         """
         return self._window(tensor)
 
@@ -473,9 +483,9 @@ class PyNcclCommunicator:
         Parameters
         ----------
         ptr
-            Its address.
+            The address of the memory.
         size
-            Its bytes.
+            The bytes of the memory.
         """
         return self._window((ptr, size, "uint8"))
 
@@ -501,8 +511,8 @@ class PyNcclCommunicator:
     def suspend(self) -> None:
         """Release the device memory of an idle communicator, until `resume`; all ranks do so.
 
-        Nothing happens without a communicator, or if NCCL is older than 2.29.7. With `timeout` it raises `ValueError`:
-        the memory of a communicator with a deadline is shared with its abort handle, so NCCL cannot release it.
+        Nothing happens without a communicator, or if NCCL is older than 2.29.7. If the communicator was made with a
+        `timeout`, this raises `ValueError`: its memory is shared with its abort handle, so NCCL cannot release it.
         """
         if self.available and not self._suspended:
             with contextlib.suppress(NcclUnsupported):
@@ -564,10 +574,10 @@ def _place_in(group: Any) -> tuple[int, int]:
 
 
 def _exchanged(torch: Any, group: Any, rank: int, size: int, mine: bytes, timeout: float | None) -> bytes:
-    """Return the bytes that rank 0 has brought."""
+    """Return what rank 0 passes as `mine`, the bytes of its unique id."""
     if isinstance(group, tuple):
         # The name of a completed rendezvous may be used again, so there may be several communicators.
-        return as_store(group[0]).gather(_MEETING, rank, size, mine, TIMEOUT if timeout is None else timeout)[0]
+        return as_store(group[0]).gather(_RENDEZVOUS, rank, size, mine, TIMEOUT if timeout is None else timeout)[0]
     if hasattr(group, "broadcast_obj"):
         return bytes(group.broadcast_obj(mine if rank == 0 else None, src=0))
     import torch.distributed as dist

@@ -134,8 +134,7 @@ class NCCLLibrary:
     Parameters
     ----------
     so_file
-        The library to use, as `ncclpy.use` takes it, if none is loaded yet; by default the one that is loaded, or
-        that ncclpy finds.
+        The library to use, as `ncclpy.use` takes it; by default the one that is loaded, or that ncclpy finds.
     timeout
         Seconds that any wait of a communicator may take, as for `ncclpy.Communicator.init`; given on all ranks or on
         none.
@@ -144,6 +143,8 @@ class NCCLLibrary:
     ------
     LibraryNotFound
         If there is no library to load.
+    RuntimeError
+        If another library than `so_file` is loaded already.
     """
 
     #: The communicators, with the windows that are registered with each, by address.
@@ -284,9 +285,9 @@ class NCCLLibrary:
         buff
             The address of this rank's part; on GPUs memory that NCCL has allocated.
         size
-            Its bytes.
+            The bytes of this rank's part.
         win_flags
-            NCCL's flags of windows: 1 is `NCCL_WIN_COLL_SYMMETRIC`.
+            NCCL's flags of windows: `NCCL_WIN_COLL_SYMMETRIC` (1), `NCCL_WIN_STRICT_ORDERING` (2), both (3) or 0.
         """
         made, windows = self._look_up(comm)
         flags = int(win_flags)
@@ -316,7 +317,7 @@ class NCCLLibrary:
         self._forget(comm).abort()
 
     def ncclCommDestroy(self, comm: Any) -> None:
-        """Destroy a communicator, once all that was issued is done; this waits for the other ranks."""
+        """Destroy a communicator, once all that was issued is done; it may wait for other ranks."""
         self._forget(comm).close()
 
     def _forget(self, comm: Any) -> Communicator:

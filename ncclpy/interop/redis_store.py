@@ -16,7 +16,8 @@ T = TypeVar("T")
 _SLICE = 0.1
 _CHANNEL = b"ncclpy/"
 
-# Scripts, each of which changes one key and wakes the clients that wait for this key, in one step.
+# Scripts, each of which changes one key in one step. A script that sets its key also wakes the clients that wait for
+# the key.
 _SET = "redis.call('SET', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') return 1"
 _ADD = (
     "redis.call('INCRBY', KEYS[1], ARGV[1]) redis.call('PUBLISH', ARGV[2], '') "

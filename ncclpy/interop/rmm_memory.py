@@ -39,7 +39,7 @@ class RmmSource:
 
     @contextlib.contextmanager
     def inside(self) -> Any:
-        """Return a context in which rmm allocates from the resource, in all threads: rmm has no setting for one."""
+        """Return a context in which rmm allocates from the resource, in all threads: it has no setting for one thread."""
         before = self._rmm.mr.get_current_device_resource()
         self._rmm.mr.set_current_device_resource(self.resource)
         try:
@@ -52,7 +52,7 @@ class RmmSource:
         raise TypeError("rmm has buffers, and no arrays")
 
     def install(self) -> None:
-        """Have rmm allocate from the resource, on this device."""
+        """Have rmm allocate from the resource, on the current device, in all threads."""
         self._before = self._rmm.mr.get_current_device_resource()
         self._rmm.mr.set_current_device_resource(self.resource)
 

@@ -66,8 +66,8 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
     ImportError
         If the framework cannot be imported.
     ValueError
-        If there is no such framework. With `symmetric`, if the communicator has several ranks and cannot be ended: make
-        it with ``timeout=`` or ``abortable=True``, since the wait for a missing rank would never end.
+        If there is no such framework. With `symmetric`, if the communicator has several ranks and cannot be ended:
+        make it with ``timeout=`` or ``abortable=True``, since the wait for a missing rank would never end.
     """
     return Pool(framework, comm_or_group, symmetric=symmetric)
 

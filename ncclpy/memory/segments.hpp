@@ -42,7 +42,7 @@ class Segments {
         *other_bytes = found->bytes;
         return segment_overlaps;
       }
-      if (owned) to_free_.reserve(grown(to_free_, by_base_.size() + 1));
+      if (owned) to_free_.reserve(grown_capacity(to_free_, by_base_.size() + 1));
       auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned, pool});
       segment->number = ++numbers_;
       by_base_.emplace(base, segment);
@@ -363,15 +363,15 @@ class Segments {
   void add_pending(CommSegments& member, const std::shared_ptr<Segment>& segment) {
     // Reserves space in both lists for all segments of the communicator, so that leaving needs no memory.
     const size_t space = member.entries.size() + 1;
-    member.to_leave.reserve(grown(member.to_leave, space));
-    member.fenced.reserve(grown(member.fenced, space));
+    member.to_leave.reserve(grown_capacity(member.to_leave, space));
+    member.fenced.reserve(grown_capacity(member.fenced, space));
     member.entries.emplace(segment->number, CommSegments::Entry{segment, CommSegments::pending, 0});
     member.to_register.insert(segment->number);
     ncclpy_hook_set_wanted(&member, 1);
   }
 
   template <class Item>
-  static size_t grown(const std::vector<Item>& list, size_t space) {
+  static size_t grown_capacity(const std::vector<Item>& list, size_t space) {
     return space <= list.capacity() ? list.capacity() : std::max(space, 2 * list.capacity());
   }
 

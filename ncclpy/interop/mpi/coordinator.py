@@ -42,8 +42,8 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
     loaded
         The loaded library, ``"nccl"`` or ``"host"``.
     device
-        This rank's device. None is the current device or, if another rank of the machine has the same one, the device
-        with this rank's number among the ranks of the machine.
+        This rank's device. None is the current device. If another rank of the machine has the same one, None is the
+        device with this rank's number among the ranks of the machine, modulo the number of devices.
     alone
         Whether nothing else in this process calls MPI.
     patience
@@ -51,12 +51,19 @@ def meet(comm: Any, engine: str, loaded: str, device: int | None, alone: bool, p
 
     Raises
     ------
+    RuntimeError
+        If MPI is not initialised, or is finalised already.
     NcclError
-        If MPI was initialised for fewer threads than call it.
+        If MPI was initialised for fewer threads than call it, or another coordinator's thread calls MPI already and
+        MPI allows one thread at a time.
     NcclTimeout
         If some ranks have not called it in time.
+    NcclRemoteError
+        If another rank has failed here; that rank raises its own error.
     ValueError
         If the ranks ask for different engines; raised on all ranks.
+    NcclUnsupported
+        If the host engine is asked for and the ranks are on several machines; raised on all ranks.
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise RuntimeError("transport: MPI is not initialised, or is finalised already")
@@ -168,7 +175,7 @@ class MpiRendezvous:
         )
 
     def backend(self, name: str, limit: float) -> MpiBackend:
-        """Return MPI as the data backend; called once there is a thread."""
+        """Return MPI as the data backend; called after `control`, which starts the thread."""
         assert self._thread is not None
         return MpiBackend(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)
 

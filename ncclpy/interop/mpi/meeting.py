@@ -91,15 +91,15 @@ def _check_shared_devices(told: list[dict[str, Any]], machines: list[str], devic
     """Raise on all ranks if two ranks would share a device, which NCCL refuses, and did not both choose it."""
     first: dict[tuple[str, int], int] = {}
     for rank, place in enumerate(zip(machines, devices, strict=True)):
-        mate = first.setdefault(place, rank)
-        chosen = told[rank]["given"] is not None and told[mate]["given"] is not None
+        other = first.setdefault(place, rank)
+        chosen = told[rank]["given"] is not None and told[other]["given"] is not None
         # If each process sees one device, these may be different ones.
-        if mate == rank or chosen or told[rank]["count"] == 1:
+        if other == rank or chosen or told[rank]["count"] == 1:
             continue
         size = machines.count(machines[rank])
         hint = f"; NCCLPY_HOST_DEVICES={size} shows more" if told[rank]["host"] else ""
         raise ValueError(
-            f"ranks {mate} and {rank} of {len(told)} would share device {devices[rank]} of their machine, which has "
+            f"ranks {other} and {rank} of {len(told)} would share device {devices[rank]} of their machine, which has "
             f"{told[rank]['count']} devices and {size} ranks{hint}; pass device= on all ranks, or start fewer"
         )
 
@@ -181,8 +181,8 @@ def _gathered(comm: Any, mine: bytes) -> list[Any]:
 def devices_of(machines: Sequence[str], places: Sequence[tuple[int | None, int, int]]) -> list[int]:
     """Return the device of each rank: the one that it asks for, else its current one.
 
-    If another rank of the machine has the same device, a rank that asks for none gets instead the device whose
-    ordinal is the number of this rank among the ranks of its machine, modulo the number of devices.
+    If another rank of the machine has the same device, a rank that asks for none gets another one instead. The
+    ordinal of that device is the rank's number among the ranks of its machine, modulo the number of devices.
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ class MpiBackend:
         return self.error
 
     def report_failure(self, error: BaseException) -> None:
-        """Report a failure for which other ranks would otherwise wait without limit."""
+        """Call the callbacks of `on_abort`: without them other ranks would wait for this one without limit."""
         for callback in self._callbacks:
             callback(error)
 
@@ -170,7 +170,8 @@ class MpiPlane:
     ) -> None:
         """Launch one all-reduce of several arrays.
 
-        None instead of an array, of a rank that has joined, stands for as many elements of the operator's identity.
+        A rank that has joined brings no array. A member with None instead of an array stands for its elements, which
+        are the operator's identity.
         """
         pieces: list[np.ndarray] = []
         places: list[memoryview | None] = []
@@ -227,7 +228,7 @@ class MpiPlane:
         )  # fmt: skip
 
     def gather(self, brought: TensorEntry, counts: Sequence[int], result: Any) -> None:
-        """Launch a gather into a new array; `counts` has the number of elements of each rank's part."""
+        """Launch an all-gather into a new array; `counts` has the number of elements of each rank's part."""
         comm, sent, into, width = self._backend.comm, brought.memory(), memory_of(result), _width(brought)
 
         def start() -> list[Any]:
@@ -295,7 +296,7 @@ class MpiPlane:
         return self._error if self._error is not None and isinstance(error, NcclAborted) else error
 
     def fail(self, error: BaseException) -> None:
-        """End what runs with an error; MPI cannot be stopped, so its memory is kept until it has completed."""
+        """Fail all launches; MPI cannot be stopped, so the thread keeps their memory until MPI has completed them."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -306,7 +307,7 @@ class MpiPlane:
             self._end(launch, error)
 
     def close(self, timeout: float | None) -> None:
-        """Wait for what was launched to end."""
+        """Wait until all launches have ended; after `timeout` seconds fail them, and raise `NcclTimeout`."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self._running:

@@ -27,13 +27,13 @@ def adapt(obj: object) -> Store | None:
 
 def _serve(comm: Any, mpi: Any) -> Store:
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    alone = comm.allreduce(node.size, op=mpi.MIN) == comm.size
+    one_machine = comm.allreduce(node.size, op=mpi.MIN) == comm.size
     node.Free()
     message = bytearray(_SIZE)
     store: Store | None = None
     error: BaseException | None = None
     if comm.rank == 0:
-        host, token = "127.0.0.1" if alone else _address(), secrets.token_hex(32)
+        host, token = "127.0.0.1" if one_machine else _address(), secrets.token_hex(32)
         try:
             store = TCPStore(host, 0, serve=True, token=token)
             text = f"{host} {store.port} {token}".encode()
@@ -52,7 +52,10 @@ def _serve(comm: Any, mpi: Any) -> Store:
 
 
 def _address() -> str:
-    """Return the address by which other machines reach this one: that of its default route."""
+    """Return the address by which other machines reach this one: that of its default route.
+
+    Without such a route it is what the system's resolver gives for the name of this machine.
+    """
     for family, beyond in (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"):
         with socket.socket(family, socket.SOCK_DGRAM) as way:
             try:

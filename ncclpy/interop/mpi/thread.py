@@ -38,7 +38,7 @@ _PAUSE_FRACTION, _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 50e-6, 0.25
 #: Seconds without sleep after a step that made progress: usually an answer follows soon, and MPI transfers data only
 #: while it is called. With sleeps an operation takes a third longer, from the last rank's call to its end.
 _SPIN = 200e-6
-#: Seconds for the end messages of the neighbours, and at exit for messages to arrive.
+#: Seconds that an end waits for the neighbours' end messages, and that an exit waits until messages are sent.
 _END_TIMEOUT, _EXIT_TIMEOUT = 10.0, 2.0
 
 
@@ -56,11 +56,11 @@ class MpiCall:
     start
         Starts the operation and returns its MPI requests; called by the thread.
     finish
-        Stores the results; called once the requests are complete.
+        Stores the results; called once the requests are complete, unless the works have failed before.
     failed
         Ends the works with an error; MPI may still execute the operation.
     done
-        Called once MPI has completed the operation.
+        Called once MPI has completed the operation, or if the works have failed before the operation was started.
     limit
         Seconds for the operation.
     """
@@ -301,7 +301,7 @@ class MpiThread:
         return progressed
 
     def _write(self) -> bool:
-        """Write what has arrived to the control plane."""
+        """Write to the control plane what has arrived from the neighbours."""
         progressed = False
         for connection in self._connections.values():
             while connection.arriving and connection.arriving[0][0].Test():
@@ -352,7 +352,7 @@ class MpiThread:
         return progressed
 
     def _make(self) -> bool:
-        """Take the next step in making the first communicator that waits.
+        """Take the next step in making the first communicator in the queue.
 
         MPI's call blocks until all members have made it. Meanwhile this thread relays no frames, but a member may wait
         for frames before it makes the call. So the call is made only when a nonblocking barrier has shown that all
@@ -390,7 +390,7 @@ class MpiThread:
         return progressed
 
     def _has_ended(self, launch: MpiCall, moment: float) -> bool:
-        """Return whether MPI has completed an operation; if so, end it."""
+        """Return whether MPI has completed an operation, and end it then; after its deadline fail its works."""
         try:
             if not MPI.Request.Testall(launch.requests):
                 if moment >= launch.deadline and not launch.is_dead:

@@ -28,8 +28,8 @@
 
 #define TORCH_IS_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
-// Methods that torch 2.6, the oldest release, may lack are not marked `override`: later releases call them all the
-// same.
+// A method that torch 2.6, the oldest release, may lack is not marked `override`: where torch has a virtual method of
+// the same signature, it is overridden without the mark too.
 
 namespace {
 
@@ -122,8 +122,9 @@ class Layer {
   std::optional<Held> direct_;
 };
 
-// With the GIL and an error of Python set: raises it, as torch's if it is an ncclpy error.
-[[noreturn]] void raise_as_torch_knows(const Layer& layer) {
+// Called with the GIL and an error of Python set: throws the error. `TorchBackend.fail` turns an error of ncclpy into
+// torch's DistBackendError.
+[[noreturn]] void raise_as_torch_error(const Layer& layer) {
   py::error_already_set error;
   if (error.matches(layer.own_error())) call(layer.python, "fail", error.value());
   throw error;
@@ -253,11 +254,11 @@ class ForwardedWork : public c10d::Work {
           PyObject_Vectorcall(layer_->stream_of(), given + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
       if (stream) done = call_known(synchronize, begun_->get().ptr(), stream.ptr());
     }
-    if (!done) raise_as_torch_knows(*layer_);  // a signal handler may also have raised the error
+    if (!done) raise_as_torch_error(*layer_);  // a signal handler may also have raised the error
     return true;
   }
 
-  // As the error that torch's users know; a future passes it on to them.
+  // Returns torch's error for a failed operation; torch's futures raise it.
   static std::exception_ptr failure(std::string text) {
     return std::make_exception_ptr(c10::DistBackendError(std::move(text)));
   }
@@ -419,9 +420,9 @@ class ForwardedBackend : public c10d::Backend {
   }
 #endif
 
-  // With the GIL. False in `_get_split_source`, by which torch looks for a group that nccl can split: torch would pass
-  // this backend to nccl.
-  bool is_split_by_caller() const { return !is_called_by("_get_split_source") && supportsSplitting(); }
+  // With the GIL. As supportsSplitting(), but false if `_get_split_source` asks, by which torch looks for a group that
+  // nccl can split: torch would pass this backend to nccl.
+  bool supports_splitting_for_caller() const { return !is_called_by("_get_split_source") && supportsSplitting(); }
 
   py::object python() const { return python_.get(); }
 
@@ -477,7 +478,7 @@ class ForwardedBackend : public c10d::Backend {
     const std::array<py::object, sizeof...(arguments)> given = {plain(arguments)...};
     py::object begun = std::apply(
         [&](const auto&... each) { return call_known(layer_->methods.*method, layer_->group(), each.ptr()...); }, given);
-    if (!begun) raise_as_torch_knows(*layer_);
+    if (!begun) raise_as_torch_error(*layer_);
     return c10::make_intrusive<ForwardedWork>(rank_, asked.type, layer_, std::move(begun), Tensors{asked.output}, asked.source);
   }
 
@@ -589,7 +590,7 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
       .def(py::init<int, int, py::object>())
       // Torch 2.6 calls this on ranks outside of the new group of a split: no rank waits for them, so it does nothing.
       .def("perform_nocolor_split", [](ForwardedBackend&, const c10::Device&) {})
-      .def_property_readonly("supports_splitting", &ForwardedBackend::is_split_by_caller)
+      .def_property_readonly("supports_splitting", &ForwardedBackend::supports_splitting_for_caller)
 #if TORCH_IS_AT_LEAST(2, 8)
       .def_property_readonly("options", &ForwardedBackend::options)
 #endif

@@ -62,7 +62,8 @@ class TorchBackend:
     timeout : float
         The timeout of the group, in seconds.
     split : callable
-        Called with a store, ranks, a timeout and a name; makes a backend of some of the ranks.
+        Called with a store, ranks, a timeout and a name; makes a backend of these ranks, or returns None if this rank
+        is not among them.
     store : torch.distributed.Store
         The store of the ranks' rendezvous.
     options : mapping
@@ -104,6 +105,7 @@ class TorchBackend:
         return self._made_group or self._begin_with(None)
 
     def _begin_with(self, device: Any) -> ProcessGroup:
+        """Return the process group; if there is none, make it on `device`; for None or a CPU, on the preferred GPU."""
         with self._make_lock:
             if self._has_ended:
                 raise NcclAborted("this torch process group has ended: it was aborted or shut down before any use")
@@ -128,7 +130,7 @@ class TorchBackend:
             return self._made_group
 
     def _staging(self, tensor: Any) -> Staging:
-        """Return the `Staging` for the tensors of an operation, of which this is one."""
+        """Return the `Staging` of an operation that has this tensor; first make the group, and open the block."""
         if self._made_group is None:
             self._begin_with(tensor.device)
         if self._blocks:

@@ -181,13 +181,19 @@ def flags_for(torch: Any) -> list[str]:
 
 
 def _torch_includes(root: Path) -> list[str]:
-    """Return torch's own folders, not by ``torch.utils.cpp_extension``: its import warns if it finds no GPU."""
+    """Return the folders of torch's headers.
+
+    ``torch.utils.cpp_extension`` is not asked for them: its import warns if it finds no GPU.
+    """
     include = root / "include"
     return [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 
 
 def _cuda_include() -> str | None:
-    """Return the folder of CUDA's headers: of a toolkit, or of the packages that torch is installed with."""
+    """Return the folder of CUDA's headers: of a toolkit, or of the packages that torch is installed with.
+
+    Return None if there is none, or if it is /usr/include, where compilers look without being told.
+    """
     places = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = {*sys.path, *site.getsitepackages(), site.getusersitepackages()}
     for folder in sorted(folder for folder in folders if folder):
@@ -256,7 +262,7 @@ def compile_part(compiler: list[str], flags: list[str], target: Path, part: Part
     Raises
     ------
     RuntimeError
-        With the compiler's last lines.
+        If the compiler cannot be run or takes longer than `PATIENCE`; if it fails, with its last lines.
     """
     compiler_output = ""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:

@@ -55,7 +55,7 @@ def average_gradients(
     backward_passes : int
         How many backward passes add up to one step: the sums are sent with the last one.
     compression : str, optional
-        ``"fp16"`` or ``"bf16"``: gradients are sent as that type, and keep their own.
+        ``"fp16"`` or ``"bf16"``: dense floating-point gradients are sent as that type, and keep their own.
     name : str
         The prefix of the operations' names, for several models on one coordinator.
 
@@ -173,18 +173,18 @@ class GradientAverage:
         NcclError
             If the ranks disagree about a gradient, one is lost, or the coordinator has ended.
         RuntimeError
-            If all gradients that were accumulated are of fewer backward passes than a step has.
+            If gradients were accumulated, and each of them in fewer than `backward_passes` backward passes.
         """
         with self._lock:
-            short = [key for key, seen in self._seen.items() if seen < self._passes]
-            fresh = [key for key in self._parameters if key not in self._seen]
+            incomplete = [key for key, seen in self._seen.items() if seen < self._passes]
+            unused = [key for key in self._parameters if key not in self._seen]
             failure, self._failure = self._failure, None
-        if short and len(self._seen) == len(short):
+        if incomplete and len(self._seen) == len(incomplete):
             raise RuntimeError(
-                f"synchronize() after {max(self._seen[key] for key in short)} of {self._passes} backward passes: the "
-                "gradients are sent with the last one"
+                f"synchronize() after {max(self._seen[key] for key in incomplete)} of {self._passes} backward passes: "
+                "the gradients are sent with the last one"
             )
-        for key in [*short, *fresh]:  # also if one has failed: other ranks wait for them
+        for key in [*incomplete, *unused]:  # also if one has failed: other ranks wait for them
             parameter = self._parameters[key]
             if parameter.grad is None:
                 parameter.grad = self._zeros(key, parameter)

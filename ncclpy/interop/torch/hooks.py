@@ -32,8 +32,9 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
 
     Segments that exist already are registered as well, and those of private pools (``torch.cuda.MemPool``, CUDA
     graphs). Each communicator registers with its next call (`ncclCommRegister`). Before torch frees a segment
-    (``empty_cache``, or an allocation for which there is no space) it waits for the operations that were issued on
-    communicators until then, and for nothing else on the device, and has them deregister it (`ncclCommDeregister`).
+    (``empty_cache``, or an allocation for which there is no space), the hook waits for the operations that were issued
+    on communicators until then, and for nothing else on the device. Then it deregisters the segment at each
+    communicator (`ncclCommDeregister`).
 
     The first call of an installation builds a small library with the C++ compiler, ``$CXX`` or ``c++``, and keeps it
     in ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once per process: a second call returns what the first has
@@ -58,7 +59,8 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
     RuntimeError
         If the library cannot be built (no compiler, no headers of CUDA), or torch refuses.
     ValueError
-        If torch uses another allocator, or expandable segments.
+        If torch uses another allocator, or expandable segments; if `timeout` is negative or not finite, or is not that
+        of an earlier call, whose attachment is open.
     NcclUnsupported
         If NCCL has no registration (before 2.19).
     """
@@ -154,7 +156,7 @@ def _loaded(path: Any) -> Any:
     return shim
 
 
-def _ours() -> list[tuple[int, int]]:
+def _followed_segments() -> list[tuple[int, int]]:
     """Return (pointer, device) of the segments that were taken in and exist."""
     capacity = 64
     while True:
@@ -170,7 +172,7 @@ def _let_go(timeout: float) -> NcclTimeout | None:
     registry = SegmentRegistry.default()
     deadline = time.monotonic() + timeout
     late: NcclTimeout | None = None
-    for pointer, _ in _ours():
+    for pointer, _ in _followed_segments():
         try:
             registry.remove(pointer, timeout=max(0.0, deadline - time.monotonic()))
         except ValueError:
@@ -201,8 +203,9 @@ class TorchHooks:
     def close(self, timeout: float = 10.0) -> None:
         """Register torch's segments no longer; arrays stay as they are. A second call does nothing.
 
-        torch cannot be detached from, so the hooks stay, and do nothing. Segments that were registered are
-        deregistered (`ncclCommDeregister`) when the operations that were issued on communicators until now are over.
+        torch cannot be detached from, so the hooks stay: they register nothing, and still deregister a segment that
+        torch frees. Segments that were registered are deregistered (`ncclCommDeregister`) when the operations that
+        were issued on communicators until now are over.
 
         Parameters
         ----------

@@ -125,7 +125,8 @@ bool is_called_by(const char* name) {
   return code.attr("co_name").cast<std::string>() == name;
 }
 
-// A Python object that is released with the GIL; not at all once Python has ended.
+// A Python object that is released with the GIL. It is never released once Python has ended, or while the process ends
+// in a thread without the GIL, except in the thread that ends the process.
 class Held {
  public:
   explicit Held(py::object object) : object_(std::move(object)) {}

@@ -27,7 +27,7 @@ struct DLPackType {
   uint8_t bits = 0;
 };
 
-// With the GIL.
+// Called with the GIL, which guards `known`.
 const DLPackType& type_of(const at::Tensor& tensor) {
   static std::array<DLPackType, static_cast<size_t>(c10::ScalarType::NumOptions)> known;
   DLPackType& type = known.at(static_cast<size_t>(tensor.scalar_type()));

@@ -118,12 +118,12 @@ def _make_backend(
         made.translate = backend_error
         return made
 
-    def split(their_store: Any, members: list[int], seconds: float, group_name: str) -> Any:
+    def split(part_store: Any, members: list[int], seconds: float, group_name: str) -> Any:
         if rank not in members:
             return None
-        their_ranks = [ranks[each] for each in members]
-        more = {name: value for name, value in options.items() if name != "timeout"}
-        return _make_backend(their_store, members.index(rank), their_ranks, seconds, group_name, more, shutdown)
+        part_ranks = [ranks[each] for each in members]
+        part_options = {name: value for name, value in options.items() if name != "timeout"}
+        return _make_backend(part_store, members.index(rank), part_ranks, seconds, group_name, part_options, shutdown)
 
     def backend() -> TorchBackend:
         return TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options)
@@ -146,8 +146,8 @@ def _choose_engine() -> None:
 def _gpu(rank: int) -> int:
     """Return the GPU of a rank of the world if no tensor has named one.
 
-    This is torch's current GPU unless that is GPU 0, the default; else the GPU of LOCAL_RANK; else the only GPU that
-    this process has tensors on; else the GPU with the rank's number, as in torch's nccl.
+    It is the first of these that there is: torch's current GPU, if that is not GPU 0, the default; the GPU of
+    LOCAL_RANK; the only GPU that this process has tensors on; the GPU with the rank's number, as in torch's nccl.
     """
     import torch
 

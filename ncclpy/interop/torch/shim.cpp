@@ -46,7 +46,7 @@ State& state() {
 
 using Hold = std::lock_guard<std::mutex>;
 
-// Under the mutex.
+// Adds a segment to the registry, and counts the result; called under the mutex.
 int take_in(State& one, uintptr_t base, size_t bytes, int device) {
   bool noted = false;
   try {
@@ -153,8 +153,8 @@ int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, cha
   return 0;
 }
 
-// Takes in a segment of a snapshot made after ncclpy_torch_open(), unless it was freed meanwhile. Returns 0 taken in,
-// 1 known, 2 refused, 3 freed.
+// Takes in a segment of a snapshot made after ncclpy_torch_open(), unless it was or may have been freed meanwhile.
+// Returns 0 taken in, 1 known, 2 refused, 3 perhaps freed, or ncclpy_torch_close() was called.
 int ncclpy_torch_was_there(uintptr_t base, size_t bytes, int device) {
   State& one = state();
   const Hold hold(one.mutex);
@@ -162,6 +162,7 @@ int ncclpy_torch_was_there(uintptr_t base, size_t bytes, int device) {
   return take_in(one, base, bytes, device);
 }
 
+// Called when all segments of the snapshot were passed to ncclpy_torch_was_there().
 void ncclpy_torch_looked_back() {
   State& one = state();
   const Hold hold(one.mutex);

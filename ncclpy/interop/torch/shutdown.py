@@ -2,8 +2,8 @@
 
 Torch's client prints a warning with a C++ backtrace for each call that finds the server gone, and a group's threads
 call the store as long as the group exists. So before each call a process checks an idle connection to the server,
-which ends when the server does. And the process that serves the store announces its end: it waits until the other
-processes have confirmed that they have no call in progress and begin none.
+which ends when the server does. And the process that serves the store announces its end: it waits, for 5 s at most,
+until the other processes have confirmed that they have no call in progress and begin none.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLLS_PER_SECOND = 500
 _CONNECT_TIMEOUT = 5.0
 
 # Keys, below the world's: each rank's process; a mark that a rank makes no more calls; the rank that serves the store;
-# a mark that the process of this rank ends.
+# a mark that the process which serves the store ends.
 _PROCESS_PREFIX, _LEFT_PREFIX, _SERVER_KEY, _ENDS_KEY = "process/", "left/", "server", "ends"
 
 
@@ -104,7 +104,7 @@ def connection_to(torch_store: Any) -> IdleConnection | None:
 
 
 def _serves(torch_store: Any) -> bool:
-    """Return whether the server is in this process: since 2.7 the text form of torch's store tells."""
+    """Return whether the server is in this process: the text form of torch's store tells, before torch 2.7 never."""
     return "server=TCPServer" in repr(_tcp_store(torch_store))
 
 
@@ -163,7 +163,10 @@ class StoreShutdown:
             self._ncalls -= 1
 
     def end(self) -> None:
-        """Make no more calls, and announce that; the process that serves waits until the others make none either."""
+        """Make no more calls, and announce that.
+
+        The process that serves the store waits, for 5 s at most, until the others make no more calls either.
+        """
         if os.getpid() != self._pid:  # a child of fork has none of the threads, and is no rank
             return
         wait_for_ends()
@@ -240,7 +243,7 @@ def of_world() -> StoreShutdown | None:
 
 
 def begin_world(shutdown: StoreShutdown | None) -> None:
-    """Record the shutdown of a new world of this process; None if its store is in no process, as a file is."""
+    """Record the shutdown of a new world of this process; None if it has one rank, or its store is no TCPStore."""
     global _current
     _current = shutdown
 

@@ -373,7 +373,10 @@ class TorchStore(Store):
         return existed
 
     def _record_key(self, name: str, deadline: float, exists: bool = True) -> None:
-        """If torch cannot list keys, add a key to the list of its folder before the key is set, or remove it."""
+        """Record a key in the listing of its folder, if torch cannot list keys; called before the key is set.
+
+        With ``exists=False`` remove the key from the listing; called after the key was deleted.
+        """
         if self._can_list:
             return
         listing, line = self._name(_LISTINGS + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()

@@ -55,7 +55,7 @@ def _is_lazy(tensor: Any) -> bool:
 
 
 def _values(tensor: Any) -> Any:
-    """Return a tensor whose memory has its values: itself, or a copy of a lazy one."""
+    """Return a tensor that has its values in its memory: `tensor` itself, or a copy if it is lazy."""
     return tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor
 
 
@@ -70,7 +70,7 @@ def times(tensor: Any, factor: Any) -> Any:
 
 
 def _number(factor: Any) -> Any:
-    """Return a number as it is, a tensor with 0 dimensions: that promotes no type and may be in CPU memory."""
+    """Return a number as it is, a tensor reshaped to 0 dimensions, which promotes no type and may be on a CPU."""
     return factor.reshape(()) if hasattr(factor, "reshape") else factor
 
 
@@ -221,12 +221,12 @@ class Staging:
         return made
 
 
-def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
+def operator_of(torch_op: Any) -> tuple[ReduceOp, Any]:
     """Return the operator for an operator of torch, and the factor that inputs are multiplied by first, or None.
 
     Parameters
     ----------
-    theirs : int or tuple
+    torch_op : int or tuple
         The number of c10d's operator; for a pre-multiplied sum, the number and the factor, a number or a tensor of one
         element.
 
@@ -235,11 +235,11 @@ def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
     NcclUnsupported
         If NCCL has no such operator.
     """
-    if type(theirs) is tuple:
-        return ReduceOp.SUM, theirs[1]
-    if theirs < len(OPERATORS):
-        return OPERATORS[theirs], None
+    if type(torch_op) is tuple:
+        return ReduceOp.SUM, torch_op[1]
+    if torch_op < len(OPERATORS):
+        return OPERATORS[torch_op], None
     raise NcclUnsupported(
-        f"op: NCCL has no reduction by {_BITWISE.get(theirs, theirs)}, nor any other on bits: send the bits as bool "
-        "tensors, for which SUM is 'any' and MIN is 'all', or all_gather them and reduce here"
+        f"op: NCCL has no reduction by {_BITWISE.get(torch_op, torch_op)}, nor any other on bits: send the bits as "
+        "bool tensors, for which SUM is 'any' and MIN is 'all', or all_gather them and reduce here"
     )

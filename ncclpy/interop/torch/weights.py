@@ -124,7 +124,8 @@ class _Member:
     def begin(self, deadline: _Deadline, sends: _Layout | None = None, version: int = 0) -> tuple[int, int]:
         """Find the sender, and have its layout on this rank; return its rank and version.
 
-        `sends` and `version` are the sender's. Receivers look for a sender until the deadline of one of them.
+        The sender passes its layout as `sends`, and the version of its weights; receivers pass neither. Receivers look
+        for a sender until the deadline of one of them, when all raise `NcclTimeout`.
         """
         while True:
             if self.has_joined:
@@ -160,7 +161,7 @@ class _Member:
         (sender,) = senders
         told = found[sender]
         if any(each["digest"] != told["digest"] for each in found):
-            data = self._tell(b"" if sends is None else sends.data, told["layout_bytes"], sender, deadline)
+            data = self._broadcast_bytes(b"" if sends is None else sends.data, told["layout_bytes"], sender, deadline)
             if sends is None:
                 self.layout = _Layout.from_data(data)
         self.bucket_bytes = told["bucket_bytes"]
@@ -172,7 +173,7 @@ class _Member:
         lengths = [row[0] for row in self._exchange([len(text)], deadline)]
         for rank, length in enumerate(lengths):
             if length:
-                raise ValueError(f"rank {rank}: {self._tell(text, length, rank, deadline).decode()}")
+                raise ValueError(f"rank {rank}: {self._broadcast_bytes(text, length, rank, deadline).decode()}")
 
     def broadcast_buckets(
         self, sender: int, deadline: _Deadline, fill: Callable | None, empty: Callable | None
@@ -231,7 +232,7 @@ class _Member:
         rows: list[list[int]] = of_all.tolist()
         return rows
 
-    def _tell(self, data: bytes, nbytes: int, root: int, deadline: _Deadline) -> bytes:
+    def _broadcast_bytes(self, data: bytes, nbytes: int, root: int, deadline: _Deadline) -> bytes:
         """Return the root's data."""
         import torch
 
@@ -273,8 +274,8 @@ class WeightSender:
         Bytes of a bucket; two are allocated on each rank.
     quantize : callable, optional
         Called with the name and the tensor of each weight before it is sent; returns the tensor to send, or a mapping
-        of several by name, such as one and its scales. Types and shapes of its results depend on those of its argument
-        only.
+        of several by name, such as the quantised tensor and its scales. Types and shapes of its results depend on
+        those of its argument only.
     admits : bool, optional
         Whether each transfer first admits the processes that wait in `ProcessGroup.join`, which takes some
         milliseconds. Equal on all ranks.

@@ -219,7 +219,7 @@ class TorchWork:
         return self._source
 
     def future_devices(self) -> list[Any]:
-        """Return the devices whose streams a future of this work uses."""
+        """Return the devices for a future of this work: the GPU of its data, none for data in CPU memory."""
         if self._blocks_cpu:
             return []
         import torch
@@ -273,7 +273,7 @@ class PendingCopies:
         return bool(self._works)
 
     def add(self, work: TorchWork, after: list[Callable[[], object]]) -> None:
-        """Add a work, whose functions are `after`."""
+        """Add a work, and to its `after` a function that removes the work again."""
         self.finish()  # else the list would grow in a program that never calls a barrier
         after.append(functools.partial(self._works.pop, id(work), None))
         self._works[id(work)] = work

@@ -16,9 +16,9 @@ def source(device: int | None) -> CudaCoreSource:
     return CudaCoreSource(device)
 
 
-def source_over(theirs: Any) -> CudaCoreSource:
-    """Return a source with a memory resource that takes its memory from the resource `theirs`, and registers it."""
-    return CudaCoreSource(None, theirs)
+def source_over(base: Any) -> CudaCoreSource:
+    """Return a source with a memory resource that takes its memory from the resource `base`, and registers it."""
+    return CudaCoreSource(None, base)
 
 
 def _core() -> Any:
@@ -84,13 +84,13 @@ class _Resource:
 class _Adopting(_Resource):
     """The methods of a ``MemoryResource`` that registers what another one allocates."""
 
-    def __init__(self, core: Any, theirs: Any) -> None:
-        super().__init__(core, theirs.device_id)
-        self._theirs = theirs
+    def __init__(self, core: Any, base: Any) -> None:
+        super().__init__(core, base.device_id)
+        self._base = base
         self._buffers: dict[int, Any] = {}  # the buffers of the other resource, by address
 
     def _new(self, size: int, stream: Any) -> int:
-        buffer = self._theirs.allocate(size, stream=stream)
+        buffer = self._base.allocate(size, stream=stream)
         pointer = int(buffer.handle)
         adopt(pointer, max(1, size), self._device)
         self._buffers[pointer] = buffer
@@ -105,14 +105,14 @@ class _Adopting(_Resource):
 class CudaCoreSource:
     """Make a memory resource of cuda.core, and keep it."""
 
-    def __init__(self, device: int | None, theirs: Any = None) -> None:
+    def __init__(self, device: int | None, base: Any = None) -> None:
         core = _core()
         open_allocator()
-        kind = type("NcclMemoryResource", (_Resource if theirs is None else _Adopting, core.MemoryResource), {})
-        given = theirs
-        if theirs is None:
-            given = device_module.current() if device is None else device
-        self.resource: Any = kind(core, given)
+        kind = type("NcclMemoryResource", (_Resource if base is None else _Adopting, core.MemoryResource), {})
+        origin = base
+        if base is None:
+            origin = device_module.current() if device is None else device
+        self.resource: Any = kind(core, origin)
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         """Refuse: cuda.core has no current resource."""

@@ -278,8 +278,8 @@ class NcclCommunicator:
             raise ValueError(f"commId length {len(commId)} != {_UNIQUE_ID_BYTES}.")
         self._hold(Communicator.init(ndev, rank, commId, config=_config(config), timeout=_timeout))
 
-    def _hold(self, ours: Communicator) -> None:
-        self._ours, self._drop = ours, close_when_dropped(self, ours)
+    def _hold(self, ncclpy_comm: Communicator) -> None:
+        self._ours, self._drop = ncclpy_comm, close_when_dropped(self, ncclpy_comm)
 
     def _let_go(self) -> None:
         self._ours = self._parent = None
@@ -324,8 +324,8 @@ class NcclCommunicator:
         ordinals = list(range(ndev)) if devlist is None else devlist
         if not len(comms) == len(ordinals) == ndev:
             raise ValueError(f"{len(comms)} communicators and {len(ordinals)} devices, where ndev is {ndev}")
-        for comm, ours in zip(comms, _init_on_devices(ordinals), strict=True):
-            comm._hold(ours)
+        for comm, ncclpy_comm in zip(comms, _init_on_devices(ordinals), strict=True):
+            comm._hold(ncclpy_comm)
 
     @_raising
     def destroy(self) -> None:
@@ -415,11 +415,11 @@ class NcclCommunicator:
         config
             For the new communicator.
         """
-        ours = self._alive().split(color, key, config=_config(config))
-        if ours is None:
+        ncclpy_comm = self._alive().split(color, key, config=_config(config))
+        if ncclpy_comm is None:
             return None
         made = NcclCommunicator.__new__(NcclCommunicator)
-        made._hold(ours)
+        made._hold(ncclpy_comm)
         made._parent = self
         return made
 
@@ -513,22 +513,22 @@ def use(*, timeout: float | None = None) -> InPlace:
             "Install it (pip install cupy-cuda12x, say); without CuPy import ncclpy.interop.cupy_nccl itself",
             name="cupy",
         ) from error
-    ours = sys.modules[__name__]
+    this_module = sys.modules[__name__]
     made = InPlace()
     _timeout = timeout
     made._modules["cupy.cuda.nccl"] = sys.modules.get("cupy.cuda.nccl")
-    sys.modules["cupy.cuda.nccl"] = ours
-    made._put(cupy.cuda, "nccl", ours)
+    sys.modules["cupy.cuda.nccl"] = this_module
+    made._put(cupy.cuda, "nccl", this_module)
     for name in _IMPORTERS:
         module = sys.modules.get(name)
         if module is None:
             continue
-        made._put(module, "nccl", ours)
+        made._put(module, "nccl", this_module)
         if hasattr(module, "_Communicator"):
             made._put(module, "_Communicator", NcclCommunicator)
         for attribute, table in (("_nccl_dtypes", _TYPES), ("_nccl_ops", _OPERATORS)):
-            theirs = vars(module).get(attribute)
-            if isinstance(theirs, dict) and not theirs:
-                made._filled.append((theirs, {}))
-                theirs.update(table)
+            cupy_table = vars(module).get(attribute)
+            if isinstance(cupy_table, dict) and not cupy_table:
+                made._filled.append((cupy_table, {}))
+                cupy_table.update(table)
     return made

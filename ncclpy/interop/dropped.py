@@ -51,19 +51,19 @@ def _enqueue(comm: Communicator, process: int) -> None:
         return
     _dropped.put(comm)
     if len(_threads) < _MAX_THREADS:
-        _start()
+        _start_thread()
 
 
-def _start() -> None:
+def _start_thread() -> None:
     mine = object()
     _threads.add(mine)
     try:
-        _thread.start_new_thread(_work, (mine,))
+        _thread.start_new_thread(_close_dropped, (mine,))
     except RuntimeError:  # no more threads, or the interpreter ends; the next dropped communicator tries again
         _threads.discard(mine)
 
 
-def _work(mine: object) -> None:
+def _close_dropped(mine: object) -> None:
     """Close dropped communicators, until none is left."""
     while True:
         try:

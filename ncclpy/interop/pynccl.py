@@ -216,14 +216,15 @@ class PyNcclCommunicator:
             self._windows.clear()
             self.comm.abort(timeout=_ABORT_TIMEOUT)
 
-    def _mine(self, tensor: Any, argument: str) -> Any:
+    def _on_own_device(self, tensor: Any, argument: str) -> Any:
+        """Return a tensor; raise `ValueError` if it is on another device than this communicator's."""
         if tensor.device != self.device:
             raise ValueError(
                 f"{argument}: the tensor is on {tensor.device}, and this communicator works on {self.device}"
             )
         return tensor
 
-    def _on(self, stream: Any) -> Any:
+    def _or_own_stream(self, stream: Any) -> Any:
         return self.stream if stream is None else stream
 
     def all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = None, stream: Any = None) -> Any:
@@ -242,10 +243,15 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return None
-        self._mine(in_tensor, "in_tensor")
+        self._on_own_device(in_tensor, "in_tensor")
         if out_tensor is None:
             out_tensor = _torch().empty_like(in_tensor)
-        self.comm.all_reduce(in_tensor, self._mine(out_tensor, "out_tensor"), as_operator(op), stream=self._on(stream))
+        self.comm.all_reduce(
+            in_tensor,
+            self._on_own_device(out_tensor, "out_tensor"),
+            as_operator(op),
+            stream=self._or_own_stream(stream),
+        )
         return out_tensor
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
@@ -262,8 +268,10 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return
-        self._mine(output_tensor, "output_tensor")
-        self.comm.all_gather(self._mine(input_tensor, "input_tensor"), output_tensor, stream=self._on(stream))
+        self._on_own_device(output_tensor, "output_tensor")
+        self.comm.all_gather(
+            self._on_own_device(input_tensor, "input_tensor"), output_tensor, stream=self._or_own_stream(stream)
+        )
 
     def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: list[int], stream: Any = None) -> None:
         """Receive on each rank what all send, as many rows of each rank as `sizes` says.
@@ -281,8 +289,13 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return
-        counts = self._counts(self._mine(output_tensor, "output_tensor"), "output_tensor", sizes)
-        self.comm.all_gather(self._mine(input_tensor, "input_tensor"), output_tensor, counts, stream=self._on(stream))
+        counts = self._counts(self._on_own_device(output_tensor, "output_tensor"), "output_tensor", sizes)
+        self.comm.all_gather(
+            self._on_own_device(input_tensor, "input_tensor"),
+            output_tensor,
+            counts,
+            stream=self._or_own_stream(stream),
+        )
 
     def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = None, stream: Any = None) -> None:
         """Reduce what all ranks send; each receives its part.
@@ -300,9 +313,9 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return
-        self._mine(output_tensor, "output_tensor")
-        send = self._mine(input_tensor, "input_tensor")
-        self.comm.reduce_scatter(send, output_tensor, as_operator(op), stream=self._on(stream))
+        self._on_own_device(output_tensor, "output_tensor")
+        send = self._on_own_device(input_tensor, "input_tensor")
+        self.comm.reduce_scatter(send, output_tensor, as_operator(op), stream=self._or_own_stream(stream))
 
     def reduce_scatterv(
         self, output_tensor: Any, input_tensor: Any, sizes: list[int], op: Any = None, stream: Any = None
@@ -324,9 +337,11 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return
-        counts = self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
-        self._mine(output_tensor, "output_tensor")
-        self.comm.reduce_scatter(input_tensor, output_tensor, as_operator(op), counts, stream=self._on(stream))
+        counts = self._counts(self._on_own_device(input_tensor, "input_tensor"), "input_tensor", sizes)
+        self._on_own_device(output_tensor, "output_tensor")
+        self.comm.reduce_scatter(
+            input_tensor, output_tensor, as_operator(op), counts, stream=self._or_own_stream(stream)
+        )
 
     def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = None, stream: Any = None) -> None:
         """Reduce what all ranks send; the root receives it.
@@ -346,9 +361,9 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return
-        receives = self._mine(output_tensor, "output_tensor") if root == self.rank else None
-        send = self._mine(input_tensor, "input_tensor")
-        self.comm.reduce(send, receives, as_operator(op), root, stream=self._on(stream))
+        receives = self._on_own_device(output_tensor, "output_tensor") if root == self.rank else None
+        send = self._on_own_device(input_tensor, "input_tensor")
+        self.comm.reduce(send, receives, as_operator(op), root, stream=self._or_own_stream(stream))
 
     def scatter(self, output_tensor: Any, input_tensor: Any, sizes: list[int], root: int, stream: Any = None) -> None:
         """Send each rank its rows of the root's tensor, as many as `sizes` says.
@@ -368,12 +383,14 @@ class PyNcclCommunicator:
         """
         if self.disabled:
             return
-        self._mine(output_tensor, "output_tensor")
+        self._on_own_device(output_tensor, "output_tensor")
         if root != self.rank:
-            self.comm.scatter(None, output_tensor, root, stream=self._on(stream))
+            self.comm.scatter(None, output_tensor, root, stream=self._or_own_stream(stream))
             return
-        self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
-        self.comm.scatter(list(input_tensor.split(list(sizes))), output_tensor, root, stream=self._on(stream))
+        self._counts(self._on_own_device(input_tensor, "input_tensor"), "input_tensor", sizes)
+        self.comm.scatter(
+            list(input_tensor.split(list(sizes))), output_tensor, root, stream=self._or_own_stream(stream)
+        )
 
     def _counts(self, whole: Any, argument: str, sizes: list[int]) -> list[int]:
         """Return how many elements each rank's rows have in the tensor `whole`."""
@@ -398,7 +415,7 @@ class PyNcclCommunicator:
             The stream; by default the attribute `stream`.
         """
         if not self.disabled:
-            self.comm.send(self._mine(tensor, "tensor"), dst, stream=self._on(stream))
+            self.comm.send(self._on_own_device(tensor, "tensor"), dst, stream=self._or_own_stream(stream))
 
     def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Receive a tensor from a rank.
@@ -413,7 +430,7 @@ class PyNcclCommunicator:
             The stream; by default the attribute `stream`.
         """
         if not self.disabled:
-            self.comm.recv(self._mine(tensor, "tensor"), src, stream=self._on(stream))
+            self.comm.recv(self._on_own_device(tensor, "tensor"), src, stream=self._or_own_stream(stream))
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         """Send one rank's tensor to all.
@@ -428,7 +445,7 @@ class PyNcclCommunicator:
             The stream; by default the attribute `stream`.
         """
         if not self.disabled:
-            self.comm.broadcast(self._mine(tensor, "tensor"), root=src, stream=self._on(stream))
+            self.comm.broadcast(self._on_own_device(tensor, "tensor"), root=src, stream=self._or_own_stream(stream))
 
     def group_start(self) -> None:
         """Begin a group of this thread: `group_end` launches its calls together. Groups nest."""
@@ -538,7 +555,7 @@ class PyNcclCommunicator:
         """
         before = self.disabled, self.stream
         self.disabled = not (self.available if enable is None else enable and self.available)
-        self.stream = self._on(stream)
+        self.stream = self._or_own_stream(stream)
         try:
             yield
         finally:

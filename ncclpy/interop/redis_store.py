@@ -64,14 +64,14 @@ class RedisStore(Store):
         from redis import Redis
 
         super().__init__()
-        theirs = client.connection_pool
-        options = dict(theirs.connection_kwargs, decode_responses=False)
+        client_pool = client.connection_pool
+        options = dict(client_pool.connection_kwargs, decode_responses=False)
         # If the client has no timeout, a call would never end while the server does not answer.
         options["socket_timeout"] = options.get("socket_timeout") or self.timeout
         options["socket_connect_timeout"] = options.get("socket_connect_timeout") or self.timeout
         host = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._shown = f"{host}/{options.get('db') or 0}"
-        self._pool = type(theirs)(connection_class=theirs.connection_class, **options)
+        self._pool = type(client_pool)(connection_class=client_pool.connection_class, **options)
         self._redis: Any = Redis(connection_pool=self._pool)  # Any: what its methods return depends on its options
         self._scripts = {text: self._redis.register_script(text) for text in (_SET, _ADD, _APPEND, _COMPARE_SET)}
 
@@ -130,13 +130,13 @@ class RedisStore(Store):
         if not missing or time.monotonic() >= deadline:
             return missing
         # A connection of its own, so that a wait holds up no other call.
-        with self._ask(self._redis.pubsub, ignore_subscribe_messages=True) as news:
-            self._ask(news.subscribe, *(_CHANNEL + _name(key) for key in missing))
+        with self._ask(self._redis.pubsub, ignore_subscribe_messages=True) as subscription:
+            self._ask(subscription.subscribe, *(_CHANNEL + _name(key) for key in missing))
             while missing := self._missing(missing):
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     break
-                self._ask(news.get_message, timeout=min(rest, _SLICE))
+                self._ask(subscription.get_message, timeout=min(rest, _SLICE))
         return missing
 
     def _missing(self, keys: list[str]) -> list[str]:

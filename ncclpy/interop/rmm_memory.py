@@ -39,7 +39,7 @@ class RmmSource:
 
     @contextlib.contextmanager
     def inside(self) -> Any:
-        """Return a context in which rmm allocates from the resource, in all threads: it has no setting for one thread."""
+        """Return a context in which rmm allocates from the resource: in all threads, as it has no setting for one."""
         before = self._rmm.mr.get_current_device_resource()
         self._rmm.mr.set_current_device_resource(self.resource)
         try:

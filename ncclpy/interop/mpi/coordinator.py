@@ -180,7 +180,13 @@ class MpiRendezvous:
         return MpiBackend(self._thread, self._data, name, self.device, self.rank, self.size, limit, self.end)
 
     def end(self, orderly: bool) -> None:
-        """Release all resources; communicators are freed only if all ranks end orderly."""
+        """Release all resources; communicators are freed only if all ranks end orderly.
+
+        Raises
+        ------
+        NcclTimeout
+            If MPI does not return to the thread that calls it, so that the thread cannot be ended.
+        """
         ended = self._thread is None or self._thread.end(orderly)
         if self._store is not None:
             self._store.close()

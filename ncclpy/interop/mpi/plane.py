@@ -170,8 +170,7 @@ class MpiPlane:
     ) -> None:
         """Launch one all-reduce of several arrays.
 
-        A rank that has joined brings no array. A member with None instead of an array stands for its elements, which
-        are the operator's identity.
+        If this rank has joined, a member has None instead of an array; its elements are then the operator's identity.
         """
         pieces: list[np.ndarray] = []
         places: list[memoryview | None] = []

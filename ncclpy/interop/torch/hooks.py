@@ -59,8 +59,8 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
     RuntimeError
         If the library cannot be built (no compiler, no headers of CUDA), or torch refuses.
     ValueError
-        If torch uses another allocator, or expandable segments; if `timeout` is negative or not finite, or is not that
-        of an earlier call, whose attachment is open.
+        If torch uses another allocator, or expandable segments; if `timeout` is negative or not finite, or differs
+        from that of the open attachment.
     NcclUnsupported
         If NCCL has no registration (before 2.19).
     """

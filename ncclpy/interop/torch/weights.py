@@ -348,8 +348,9 @@ class WeightSender:
             If a rank has died or is not done in time; its `ranks` says which. The group has ended: `recover`, and send
             again.
         ValueError
-            If a receiver cannot take these tensors, or another rank sends as well. All ranks raise it; the group can
-            be used further.
+            If a receiver cannot take these tensors, or another rank sends as well: all ranks raise it, and the group
+            can be used further. On this rank only, if `version` is less than 1 or two tensors get one name. Also if
+            `quantize` returns other names, types or shapes than before: then the group is aborted.
         """
         if version < 1:
             raise ValueError(f"version: expected at least 1, got {version}")

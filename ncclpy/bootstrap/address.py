@@ -1,4 +1,4 @@
-"""Host names resolved under a deadline, and sockets that listen on exactly the addresses asked for."""
+"""Host names resolved under a deadline, and sockets that listen on given addresses and on no others."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def resolve(host: str, port: int, deadline: float) -> list[Address]:
 
     The system's resolver can take minutes and is not interrupted by signals, so a name is looked up in a thread, which
     is left behind if it has not finished by the deadline. A name that the resolver does not know yet is looked up
-    again: in a cluster the name may become known only when its host is up.
+    again: in a cluster the name may become known only when its host is up. Raises `NcclTimeout` at the deadline.
     """
     host = _unbracketed(as_host(host))
     try:
@@ -151,10 +151,10 @@ def is_loopback(address: Address) -> bool:
 
 
 def listen(host: str, addresses: list[Address]) -> list[socket.socket]:
-    """Return sockets that listen on each of these addresses, all on one port.
+    """Return sockets that listen on these addresses, all on one port.
 
     Addresses that are not this machine's, or of a family that it does not support, are skipped: a host name may have
-    such addresses beside usable ones.
+    such addresses beside usable ones. Raises `OSError` if no address is left.
     """
     for is_last_attempt in (*[False] * 20, True):
         sockets: list[socket.socket] = []

@@ -44,21 +44,22 @@ class FileStore(Store):
     exists as long as a process has it open: the last process to close it deletes it, and the next process to open it
     deletes what killed processes have left.
 
-    On a file system of this machine, inotify wakes waiting threads; elsewhere they poll the folder 50 times a second.
-    A network file system has to pass locks on to its server, as NFS does unless it is mounted with ``nolock``.
+    On a file system of this machine, inotify wakes waiting threads. On other file systems, and where the user has no
+    inotify instance left, they poll the folder 50 times a second. A network file system has to pass locks on to its
+    server, as NFS does unless it is mounted with ``nolock``.
 
     Parameters
     ----------
     path
-        The folder. If it is absent it is made, for this user alone. It is refused if it holds anything but a store,
-        belongs to another user, can be written to by other users, or is a symbolic link.
+        The folder. If it is absent it is made, for this user alone. It is refused if it has files and none of them is
+        of a store, if it belongs to another user, if other users can write to it, or if it is a symbolic link.
     timeout
         Default seconds that an operation may take.
 
     Raises
     ------
     StoreError
-        If the folder holds something else than a store, is not this user's alone, or is a file.
+        If the folder has files of which none is of a store, is not this user's alone, or is a file.
     NcclTimeout
         If another process, which may be stopped, holds the store's lock until the deadline.
     """
@@ -112,8 +113,8 @@ class FileStore(Store):
                     if _same_file(self._lock_fd, mark):
                         self._mark_as_open()
                         return
-                # Closed only after the block, which ends with an unlock of the descriptor: once the descriptor is
-                # closed, another thread may get its number for the lock of another store.
+                # The descriptors are closed only after the block, since the block ends with an unlock of a descriptor:
+                # once that is closed, another thread may get its number for the lock of another store.
                 self._close_descriptors()
             except BaseException:
                 self._close_descriptors()
@@ -194,7 +195,7 @@ class FileStore(Store):
                     raise StoreError(f"{self} was closed")
                 if _try_lock(self._lock_fd, fcntl.LOCK_EX):
                     break
-                # The lock is polled: a blocking flock() has no timeout, and the kernel restarts it after a signal.
+                # The lock is polled: a blocking flock() has no timeout and would not notice close().
                 if time.monotonic() >= deadline:
                     raise self._lock_timeout()
                 time.sleep(pause)

@@ -19,7 +19,7 @@ _POLL_INTERVAL, _SAFEGUARD_INTERVAL = 0.02, 1.0
 
 
 def is_local(path: str) -> bool:
-    """Return whether a folder is on a file system that no other machine can change."""
+    """Return whether a folder is on a file system that no other machine can change; False if that is unknown."""
     path = os.path.realpath(path)
     best, kind = "", ""
     try:
@@ -48,7 +48,7 @@ class FolderWatch:
         self._pause = _SAFEGUARD_INTERVAL if local and self._fd >= 0 else _POLL_INTERVAL
 
     def wait(self, deadline: float, at_most: float) -> None:
-        """Return when the folder may have changed, at the deadline, or after `at_most` seconds."""
+        """Wait until the folder may have changed, but no longer than a poll interval, `at_most` s or the deadline."""
         pause = max(0.0, min(self._pause, at_most, deadline - time.monotonic()))
         if self._fd < 0:
             time.sleep(pause)
@@ -72,7 +72,7 @@ class FolderWatch:
 
 
 def _watch(folder: str) -> int:
-    """Return an inotify descriptor; -1 if there is none, for example since a user may have only 128 by default."""
+    """Return an inotify descriptor; -1 if none can be had, for example since a user may have only 128 by default."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

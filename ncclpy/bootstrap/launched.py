@@ -1,4 +1,4 @@
-"""The store in which the processes that a launcher has started meet."""
+"""The store through which the processes of one launcher find each other."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     The first call, which all ranks must make, opens the one store of the process, which stays open until the process
     ends. The returned store is a view of that store: closing the view does not close the store. The server is the
     launcher, if that is ``ncclpy run``; torchrun's agent, if TORCHELASTIC_USE_AGENT_STORE says so (its store is used
-    through torch, with new keys after each restart); else rank 0, at MASTER_ADDR and MASTER_PORT. Without these
-    variables the ranks of one machine meet through a file that is named after the launcher's process and deleted when
-    they have met.
+    through torch, with new keys after each restart); else rank 0, at the address that `environment` returns. Without
+    an address (and in a Slurm step on one machine without MASTER_ADDR) rank 0 writes its port and token to a file,
+    which is named after the launcher's process and deleted when all ranks have read it.
 
-    If the environment has only RANK and WORLD_SIZE, all ranks wait for each other here and exchange their machines'
-    names, from which each rank counts its local rank and local size.
+    If the environment lacks LOCAL_RANK or LOCAL_WORLD_SIZE, all ranks wait for each other here and exchange their
+    machines' names, from which each rank counts its local rank and local size.
 
     Parameters
     ----------
@@ -67,7 +67,9 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     RuntimeError, ValueError
         As `environment` does, or if there is no address at which the ranks of several machines could meet.
     NcclTimeout
-        If the store cannot be reached in time.
+        If the store cannot be reached in time, or other ranks that this one waits for do not arrive.
+    StoreError
+        If the store refuses this process, or the folder of the file with the token is not this user's alone.
     """
     global _store, _process, _job_rendezvous, _here, _is_first
     seconds = as_seconds(timeout, TIMEOUT)
@@ -117,16 +119,16 @@ def _locate(place: Place, rendezvous: RankRendezvous, deadline: float) -> tuple[
 
 
 def rendezvous_of_job() -> RankRendezvous:
-    """Return the `RankRendezvous` of all ranks of this job; `rendezvous` has been called."""
+    """Return the `RankRendezvous` of all ranks of this job; `rendezvous` must have been called."""
     assert _job_rendezvous is not None
     return _job_rendezvous
 
 
 def earlier_process_state(rank: int) -> str:
-    """Return what the launcher's store tells about a rank's process before it has made a group.
+    """Return the state of a rank's process that has not made a group yet, as far as the launcher's store has it.
 
-    That is ``"ended"``; ``"not_joined"`` if the process has not reached the store; else "". A caller should wait
-    for the rank even then, since another program of the rank may follow an ended process.
+    The state is ``"ended"``, or ``"not_joined"`` if the process has not reached the store, or "" if neither is known.
+    A caller should wait also for an ended rank, since another program of the rank may follow the ended process.
     """
     rendezvous = _job_rendezvous
     if rendezvous is None:

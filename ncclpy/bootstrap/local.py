@@ -47,7 +47,7 @@ def changed(found: bytes | None, expected: bytes | None, desired: bytes | None) 
 class LocalStore(Store):
     """Keep keys in memory, for threads of one process that share this object.
 
-    Ephemeral keys end when it is closed, as all other keys do.
+    Closing the store deletes all keys, so an ephemeral key is the same as any other key.
 
     Parameters
     ----------
@@ -181,7 +181,8 @@ class _Sleeper:
         self._awake.acquire()
 
     def sleep(self, deadline: float, values: Mapping[str, bytes], key: str) -> None:
-        # In slices: a signal ends Python's wait for a lock at once, but not if the signal came just before the wait.
+        # The wait is in slices: a signal ends Python's wait for a lock at once, but not if the signal came just before
+        # the wait; then its handler runs at the end of the slice.
         while not self._awake.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
             # A signal handler that raises may have kept the setting thread from waking this one.
             if key in values or time.monotonic() >= deadline:

@@ -36,12 +36,12 @@ class Place(NamedTuple):
     rank, size : int
         The process's rank, and the number of ranks.
     local_rank, local_size : int or None
-        The process's rank among the processes of this machine, and their number. None if the environment has only
-        rank and number of ranks, until `ncclpy.bootstrap.rendezvous` has counted the ranks of each machine.
+        The process's rank among the processes of this machine, and their number. A number that the environment lacks
+        is None, but not in the `Place` that `ncclpy.bootstrap.rendezvous` returns, which counts each machine's ranks.
     launcher : str
         What started it: ``"ncclpy"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"`` or ``"slurm"``.
     address : str or None
-        The host on which the processes can meet, if the launcher says so.
+        The host on which the processes can meet, if the launcher names one.
     port : int or None
         The port there.
     """
@@ -88,9 +88,9 @@ def environment() -> Place:
     """Return this process's place in its job, from the variables of the launcher that started it.
 
     Launchers are ``ncclpy run``, torchrun (and whatever sets its variables), Open MPI's and MPICH's mpirun (Hydra,
-    so Intel MPI's too) and Slurm's srun. If one launcher has started another, the inner launcher counts. Of torchrun's
-    variables RANK and WORLD_SIZE are enough, as Kubeflow and scripts for torch's ``env://`` set them. White space
-    around values is ignored.
+    so Intel MPI's too) and Slurm's srun. If one launcher has started another, the launcher that NCCLPY_LAUNCHER names
+    counts, or else the inner one. Of torchrun's variables RANK and WORLD_SIZE are enough, as Kubeflow and scripts for
+    torch's ``env://`` set them. White space around values is ignored.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def environment() -> Place:
     RuntimeError
         If no launcher has started this process.
     ValueError
-        If variables are missing, are no numbers, or contradict each other; the message has the variables and their
+        If variables are missing, have a wrong value, or contradict each other; the message has the variables and their
         values.
     """
     environ = {name: stripped for name, value in os.environ.items() if (stripped := value.strip())}

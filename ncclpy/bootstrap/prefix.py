@@ -13,8 +13,8 @@ __all__ = ["PrefixStore"]
 class PrefixStore(Store):
     """Show the keys of a store that begin with a prefix as a store of its own.
 
-    Closing a PrefixStore leaves the store below open, and waits in that store continue. Closing the store below ends
-    both.
+    Closing a PrefixStore leaves the store below open; waits continue, also those that began through the PrefixStore.
+    Closing the store below ends both.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ IsLost = Callable[[int], "tuple[str, int] | None"]
 
 
 def set_while_alive(store: Store, key: str, value: bytes) -> bool:
-    """Set an ephemeral key and return True; if the store has none, set an ordinary key and return False."""
+    """Set an ephemeral key and return True; in a store without such keys set an ordinary one and return False."""
     try:
         store.set(key, value, ephemeral=True)
         return True
@@ -196,7 +196,8 @@ class RankRendezvous:
         brought
             This rank's contribution.
         combine
-            Called by the first of `members`, with the contributions of all; raises `StoreDamaged` for a damaged one.
+            Called by the first of `members`, with the contributions of all in the order of `members`; raises
+            `StoreDamaged` for a damaged one.
         timeout
             Seconds; the error names the ranks that have not arrived.
         wanted
@@ -209,9 +210,12 @@ class RankRendezvous:
         NcclRemoteError
             If a rank is lost or has failed.
         NcclAborted
-            If the rendezvous is no longer wanted, on this rank or on another one that has arrived.
+            If the rendezvous is no longer wanted, on this rank or on another one that has arrived, or if `refuse` or
+            `give_up` was called for it.
         StoreDamaged
             If a contribution, or the outcome, cannot be decoded.
+        StoreError
+            If the store is closed or lost.
         """
         deadline = time.monotonic() + timeout
         keys = [self._arrival_key(base, member) for member in members]
@@ -244,7 +248,10 @@ class RankRendezvous:
         raise decode(_error_of, outcome, self.store, self._outcome_key(base))
 
     def combined(self, base: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
-        """Return a `combine` that decodes each rank's contribution with `read` and makes one JSON list of them."""
+        """Return a `combine` for a rendezvous of the ranks 0 to n - 1, which makes one JSON list of the contributions.
+
+        It first decodes each contribution with `read`, so that a damaged one raises `StoreDamaged`.
+        """
 
         def combine(contributions: list[bytes]) -> bytes:
             for rank, each in enumerate(contributions):
@@ -277,7 +284,7 @@ class RankRendezvous:
         return (self.store.compare_set(self._outcome_key(base), None, None)[1] or b"").startswith(_MET)
 
     def has_failed(self, base: str) -> bool:
-        """Return whether a rendezvous has failed, because a rank has left it."""
+        """Return whether a rendezvous has failed: a rank has left it, or `refuse` was called."""
         return (self.store.compare_set(self._outcome_key(base), None, None)[1] or b"").startswith(_FAILED)
 
     def give_up(self, base: str, why: str, failed: bool = False) -> bool:
@@ -332,8 +339,8 @@ class RankRendezvous:
     ) -> list[bytes]:
         """Return the values of keys, once all are set; an empty list if the key `stop_key` is set before.
 
-        Without `first`, `keys` are the keys that ranks set when they arrive. With `first`, the only key is that of the
-        outcome, which the rank `first` sets. `nranks` is the number of ranks that meet; each lengthens a slice.
+        Without `first`, `keys` are the keys that ranks set when they arrive. With `first`, the only key is the key of
+        the outcome, which the rank `first` sets. `nranks` is the number of ranks that meet; each lengthens a slice.
         """
         length = _SLICE + nranks * _SLICE_PER_RANK
         lookout = None if self._is_lost is None else _Lookout(self._is_lost)

@@ -69,11 +69,13 @@ class Store:
 
     Keys are any text of up to 64 KiB in UTF-8, values any bytes of up to 256 MiB. An operation is atomic and
     acknowledged: when it returns, all ranks see its effect. Any number of threads may use one store, and a thread that
-    waits does not block the others. Every operation ends within its `timeout`, in seconds, or within the store's
-    `timeout` if it is None, and then raises `NcclTimeout`, which names what is absent and lists it in ``missing``.
-    Ctrl-C and other signal handlers run during a wait. An operation on a closed store raises `StoreError`, also if the
-    store is closed while the operation waits. If the server is gone it raises `StoreLost`; its subclass `LeaseEnded`
-    says that the server has given up this process.
+    waits does not block the others. Ctrl-C and other signal handlers run during a wait.
+
+    An operation that has not ended within its `timeout` in seconds (None: the store's `timeout`) raises `NcclTimeout`.
+    If the operation waited for keys or ranks, the error names those that are absent and lists them in ``missing``. An
+    operation on a closed store raises `StoreError`, also if the store is closed while the operation waits. An
+    operation raises `StoreLost` if the server is gone, and the subclass `LeaseEnded` if the server has given up this
+    process.
 
     A subclass defines `_set`, `_get`, `_add`, `_compare_set`, `_append`, `_wait`, `_check`, `_delete`, `_keys` and
     `_close`. They receive arguments that have been checked, and a deadline on the clock of `time.monotonic`, which may
@@ -85,8 +87,8 @@ class Store:
         Default seconds that an operation may take.
     """
 
-    #: Whether it is known that no process of an earlier attempt has used the store. A failure recorded in the store is
-    #: then a failure of this attempt.
+    #: Whether the keys are known to be new: no process of an earlier start of the ranks has used them. A failure that
+    #: is recorded in the store is then a failure of the present ranks.
     one_attempt = False
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -178,8 +180,8 @@ class Store:
         value
             Any bytes, also an empty value.
         ephemeral
-            Whether the key is deleted when this store is closed, or its process or host has ended. Stores that cannot
-            detect that end raise `StoreError`; `TCPStore` can.
+            Whether the key is deleted when this store is closed, or its process or host has ended. `TCPStore` and
+            `LocalStore` have ephemeral keys; other stores, which cannot detect that end, raise `StoreError`.
         """
         self._check_usable()
         key, value = as_key(key), as_value(value)
@@ -213,7 +215,8 @@ class Store:
         key
             The number's key. Its value is decimal text: ``b"3"``, which `set` may also have written.
         number
-            What is added. The sum has 64 bits: a larger sum raises `StoreError` and changes nothing.
+            What is added. A sum of more than 64 bits raises `StoreError` and changes nothing, and so does a key whose
+            value is not a number.
         """
         self._check_usable()
         number = as_count(number, "number")
@@ -382,6 +385,11 @@ class Store:
         callback
             Called with each `Change` in a thread of the watch's own. None: changes are taken with `Watch.next`, until
             the watch is closed or is no longer referenced.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot report changes; `LocalStore` and `TCPStore` can.
         """
         self._check_usable()
         watch = self._watch(as_key(prefix))
@@ -411,7 +419,7 @@ class Store:
         return None
 
     def close(self) -> None:
-        """Close the store; threads that wait in it raise `StoreError`. May be called again."""
+        """Close the store; threads that wait in the store raise `StoreError`. A second call does nothing."""
         if not self._closed:
             self._closed = True
             if os.getpid() == self._process:
@@ -435,7 +443,7 @@ class Store:
         raise not_copied(self, "make one in each process; those with the same address or path share their keys")
 
     def _check_usable(self) -> None:
-        """Raise unless this thread of this process can use the store now."""
+        """Raise `StoreError` if the store is closed, or if this process is a fork of the one that made the store."""
         if self._closed:
             raise StoreError(f"{self} is closed")
         if os.getpid() != self._process:
@@ -448,7 +456,8 @@ class Store:
         return time.monotonic() + as_seconds(timeout, self.timeout)
 
 
-#: By the package of an object's class: a function that returns a `Store` made of the object; None if it is no store.
+#: For the package of an object's class, a function that makes a `Store` of the object, or returns None if the object
+#: is no store.
 _ADAPTERS: dict[str, Need[[object], Store | None]] = {
     "torch": Need("adapt_torch"),
     "redis": Need("adapt_redis"),

@@ -52,14 +52,18 @@ class StoreLost(StoreError, ConnectionError):
 
 
 class StoreEnded(StoreLost):
-    """Report that a store's server has announced that it ends."""
+    """Report that torch's store may not be called any more.
+
+    Its server has ended or has left the process group, or its connection belongs to the parent of this forked process.
+    """
 
 
 class LeaseEnded(StoreLost):
     """Report that this process was silent for longer than its lease, for example while it was stopped.
 
-    The server has given up the process: the other processes take it for lost, and its ephemeral keys are deleted. A
-    new store reaches the server again.
+    The server has given up the process: the other processes take it for lost, and its ephemeral keys are deleted. If
+    the server and the network work, a new store reaches the server again. A process that was stopped for longer than
+    its lease gets this error also if the server has ended meanwhile: the process cannot tell the two cases apart.
     """
 
 
@@ -115,10 +119,10 @@ def absent_ranks(
     left: Sequence[int] = (),
     count: int | None = None,
 ) -> NcclTimeout:
-    """Return the error of a rendezvous at which ranks have not arrived; its `missing` lists these ranks.
+    """Return the error of a rendezvous that not all ranks have reached; its `missing` lists the absent ranks.
 
-    `left`: ranks that had arrived, and left at their own deadline. `count`: how many ranks are missing, if not all are
-    listed.
+    `missing`: ranks that have not arrived. `left`: ranks that had arrived, and left at their own deadline; the error
+    lists these if no other rank is missing. `count`: how many ranks are missing, if `missing` does not have all.
     """
     within = f"{name!r} within {as_text(timeout)}"
     if missing:
@@ -135,7 +139,7 @@ def absent_ranks(
 
 
 def as_seconds(timeout: float | None, default: float) -> float:
-    """Return a timeout in seconds, which may be infinite."""
+    """Return a timeout in seconds, or `default` for None; a timeout of 1e9 seconds or more becomes infinite."""
     if timeout is None:
         return default
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):

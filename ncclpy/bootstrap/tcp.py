@@ -69,7 +69,7 @@ class TCPStore(Store):
         A secret that all processes share; None takes ``NCCLPY_STORE_TOKEN``. Each end proves to the other that it
         knows the token, without sending it. The data that follow are not encrypted.
     timeout
-        Default seconds that an operation may take, and seconds within which the server must answer at first.
+        Default seconds that an operation may take, and seconds within which the constructor must reach the server.
     heartbeat
         Seconds of silence after which the other end counts as lost. Both ends use the smaller of their two values.
     allow_unauthenticated
@@ -84,13 +84,15 @@ class TCPStore(Store):
     Raises
     ------
     NcclTimeout
-        If no server answers in time; the message says what each address did.
+        If the host's name is not known in time, or no server answers; the message says what each address did.
     StoreError
         If what answers is no store, speaks another version of the protocol or knows another token.
     OSError
-        If the process cannot serve at this address: the port is taken, or the address is not this machine's.
+        If the process cannot serve at this address: the port is taken, or the address is not this machine's. Also if
+        no thread or descriptor is left for the store.
     ValueError
-        If it would serve without a token at an address that other machines can reach.
+        If an argument is out of range or `host` can be no name or address, or if the process would serve without a
+        token at an address that other machines can reach.
     """
 
     def __init__(

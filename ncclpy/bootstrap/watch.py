@@ -33,15 +33,16 @@ class Change(NamedTuple):
 class Watch:
     """Report each change of the keys that begin with a prefix, in order.
 
-    Made by `Store.watch`. Changes are taken with `next`, or by iterating, which ends when the watch is closed; with a
-    callback a thread takes them.
+    Made by `Store.watch`. Changes are taken with `next`, or by iterating, which ends when the watch or its store is
+    closed. If `Store.watch` was given a callback, a thread takes the changes; an error that ends this thread is in
+    `error`.
     """
 
     prefix: str
     error: BaseException | None = None
 
     def next(self, timeout: float | None = None) -> Change | None:
-        """Return the next change; None once the watch is closed.
+        """Return the next change; None once the watch or its store is closed.
 
         Parameters
         ----------
@@ -106,8 +107,8 @@ class Watch:
 class Queue(Watch):
     """A watch of a store in this process; the store puts the changes in.
 
-    The methods take no lock: a signal handler or finaliser that changes the store may interrupt a thread inside one of
-    them.
+    A signal handler or finaliser that changes the store may interrupt a thread inside one of these methods. So they
+    take no lock but the store's RLock, in `close`.
     """
 
     def __init__(self, prefix: str, ended: Callable[[Queue], object]) -> None:

@@ -71,7 +71,7 @@ uint64_t Client::ask(Op op, std::string_view body) {
     out_.append(start, kHeader).append(body);
     push();
   }
-  if (!out_.empty() && lost_.empty()) {  // the reading thread sends the rest
+  if (!out_.empty() && lost_.empty()) {  // the reading thread, or else the connection thread, sends the rest
     if (reading_) {
       const uint64_t one = 1;
       if (write(nudge_.get(), &one, sizeof one) < 0) {

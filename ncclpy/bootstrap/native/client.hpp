@@ -2,8 +2,8 @@
 //
 // A connection has no thread of its own. One of the threads that wait on it reads the answers for all of them; when it
 // leaves, another waiting thread reads next. While no thread waits, the connection thread, one for all connections of
-// the process, reads what the server sends unasked, sends heartbeats, and detects when the server is gone. None of
-// this needs the GIL.
+// the process, reads what the server sends unasked. At all times the connection thread sends heartbeats and detects a
+// silent server. None of this needs the GIL.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   enum class WaitResult { answered, waiting, lost };
 
-  // Waits for an answer, until the time `until` or until a signal arrives.
+  // Waits for an answer, until the time `until`. In the thread that reads for all, a signal ends the wait earlier.
   WaitResult wait(uint64_t id, double until);
 
   // Moves the answer that has arrived (for a watch: its next change) into `answer`. Returns false if there is none.
@@ -126,7 +126,7 @@ class Client : public std::enable_shared_from_this<Client> {
   bool ticked_ = false;   // the connection thread has called tick()
   double ticked_at_ = 0;
   double stopped_for_ = 0;    // seconds for which the process was stopped the last time that it missed ticks
-  double stopped_until_ = 0;  // when it ran again
+  double stopped_until_ = 0;  // when the process ran again
   bool lease_ended_ = false;
   double last_sent_at_ = 0;
   std::atomic<double> last_heard_at_{0};

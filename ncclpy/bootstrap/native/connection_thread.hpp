@@ -1,4 +1,5 @@
-// The connection thread, one in a process: it serves the connections of the process on which no other thread waits.
+// The connection thread, one in a process: it sends the heartbeats of all store connections of the process, and reads
+// from those on which no other thread waits.
 #pragma once
 
 #include <memory>

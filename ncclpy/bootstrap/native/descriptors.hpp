@@ -6,7 +6,7 @@
 
 namespace ncclpy::store {
 
-// The number of forks that lead to this process. A process must not touch what was made in another generation.
+// A number that each fork increases in the child. A process must not touch what was made in another generation.
 int generation();
 
 // Owns a descriptor.

@@ -20,7 +20,7 @@
 namespace ncclpy::store {
 
 constexpr size_t kHeader = 24;
-// Most keys of one multi_get: its answer has a field for each key, also for one that is absent or too long.
+// Most keys of one multi_get: its answer has a field for each key, also for a key without a value in this answer.
 constexpr int64_t kMaxTogether = 1 << 16;
 
 // Each operation, with the fields of its request -> the fields of its answer. `has?` is 1 if the field after it has a
@@ -35,14 +35,14 @@ enum class Op : uint8_t {
   check = 7,        // count, keys                      -> all there?
   erase = 8,        // key                              -> was there?
   keys = 9,         // prefix                           -> count, keys
-  gather = 10,      // name, rank, size, microseconds, value -> size, values; none if all are empty
+  gather = 10,      // name, rank, size, microseconds, value -> size, values (left out if all values are empty)
   watch = 11,       // prefix                           -> ; afterwards, for each change, a `change` with this id
   unwatch = 12,     // id of the watch                  ->
   cancel = 13,      // id of a request                  no answer, neither to this nor to that request
   ping = 14,        //                                  ->
-  goodbye = 15,     //                                  -> ; then the server closes
+  goodbye = 15,     //                                  -> ; then the server closes the connection
   multi_get = 16,   // microseconds, count, keys        -> number of keys without a value in this answer; for each key
-                    //                                     its value, 0 (absent) or 1 (too long: send a get for it)
+                    //                                     its value, 0 (absent) or 1 (did not fit: ask again)
   multi_set = 17,   // count, keys each with its value  ->
   // Sent only by the server.
   change = 18,  // key, has?, value

@@ -21,8 +21,8 @@ class Publisher {
   Publisher(std::string key, std::string rest, const Source& source)
       : key_(std::move(key)), rest_(std::move(rest)), source_(source) {}
 
-  // Returns the value to publish now. Returns "" if the source has none or, unless `asked`, if less than a second has
-  // passed or the value has not changed.
+  // Returns the value to publish now, "" if the source has none. If the value was not asked for, also returns "" until
+  // a second has passed since the last value, and as long as the value has not changed.
   std::string next(double time, bool asked) {
     if (!asked && time < due_) return "";
     char text[2048];

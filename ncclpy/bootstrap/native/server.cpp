@@ -301,7 +301,7 @@ size_t Server::parse(Connection& connection, std::string_view bytes) {
   return used;
 }
 
-// Returns 0 also if the message of the handshake is not complete yet.
+// Returns 0 if no bytes were used: the message is not complete yet, the greeting is wrong, or the server is closing.
 size_t Server::shake_hands(Connection& connection, std::string_view bytes) {
   if (connection.stage == Stage::greeting) {
     const std::string wrong = wrong_greeting(bytes);
@@ -440,7 +440,7 @@ void Server::flush(Connection& connection) {
   }
 }
 
-// Sends what is queued, and closes doomed connections. The end of one may queue frames for others.
+// Sends what is queued, and closes doomed connections. The end of one connection may queue frames for others.
 void Server::settle() {
   while (!dirty_.empty()) {
     std::vector<uint64_t> now_dirty;
@@ -487,8 +487,8 @@ void Server::tell_refused(double time) {
   refused_told_ = time;
 }
 
-// Called when the server is closing: clients that have not completed the handshake connect again, to the next server
-// on this port.
+// Called when the server is closing: closes the connections of clients that have not completed the handshake. These
+// clients connect again, and reach the next server on this port if there is one.
 void Server::send_unproved_away() {
   for (auto& [id, connection] : connections_) {
     if (connection->stage != Stage::open) doom(*connection, "the server is closing");

@@ -19,8 +19,8 @@ namespace ncclpy::store {
 
 struct ServerOptions {
   std::string token;       // empty: none is needed
-  double heartbeat = 10;   // seconds of silence after which a client is lost
-  size_t max_value = 0;    // bytes that a value may have
+  double heartbeat = 10;   // seconds of silence after which a client is lost; a client may ask for fewer
+  size_t max_value = 0;    // bytes to which an append may make a value grow; a frame may have 1 MiB and twice as many
   size_t max_answer = 0;   // bytes that a list in an answer may have
   size_t capacity = 0;     // bytes that all keys and values may take
   size_t max_backlog = 0;  // bytes that may wait for a client that does not read them
@@ -34,11 +34,11 @@ class Server final : private Post {
   // Takes over a listening socket; before start().
   void listen(int fd);
 
-  // Returns false, with errno, where the thread or what it needs cannot be made.
+  // Starts the thread. Returns false if the thread, or a descriptor that it needs, cannot be made.
   bool start();
 
-  // Accepts no new clients. Clients that have completed the handshake stay; other connections are closed. A new client
-  // finds no listener, or the next server on this port.
+  // Stops accepting clients. Clients that have completed the handshake stay; other connections are closed. A new
+  // client then finds no listener, or the next server on this port.
   void refuse_new();
 
   // Says farewell to all clients and ends the thread.

@@ -8,14 +8,15 @@ namespace ncclpy::store {
 namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
-// Most absent ranks, and most ranks that have left, that an answer lists. More absent ranks are only counted, as all
-// of 100,000 ranks may get an answer at once.
+// Most absent ranks, and most ranks that have left, that an answer lists. Further absent ranks are only counted: up to
+// 100,000 ranks may get such an answer at once.
 constexpr int64_t kListed = 4096;
 constexpr size_t kListedLeft = 64;
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
-// Bytes that a key takes besides its own and its value's.
+// Bytes that a key counts for in addition to the bytes of its name and its value; also a value in a rendezvous.
 constexpr size_t kEntry = 200;
-// Bytes of values in one answer: a longer value is asked for alone, and sent without a copy.
+// Most bytes of values in the answer to a multi_get, which is a copy of them. The client asks again for values that do
+// not fit, and for a longer one by a get, the answer to which needs no copy.
 constexpr size_t kTogether = 4 << 20;
 
 double deadline_after(int64_t microseconds, double now) {
@@ -532,7 +533,7 @@ void Table::gone(uint64_t connection, bool goodbye) {
   if (at == connections_.end()) return;
   while (!at->second.pending.empty()) {
     const Pending& pending = *at->second.pending.begin()->second;
-    std::vector<std::pair<uint64_t, uint64_t>> left;  // requests that wait for a rank that will not come back
+    std::vector<std::pair<uint64_t, uint64_t>> left;  // requests of the other ranks of the rendezvous, which fail
     std::string name;
     if (pending.rendezvous && !goodbye) {
       for (auto& [rank, other] : pending.rendezvous->came) {

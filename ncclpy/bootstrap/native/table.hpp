@@ -37,11 +37,13 @@ class Post {
 
 class Table {
  public:
-  // Values may grow to `max_value` bytes; a list in an answer, to `max_answer`; all that is kept, to `capacity`.
+  // The bytes to which an append may make a value grow, that a list in an answer may have, and that keys and values
+  // may take together.
   Table(Post& post, size_t max_value, size_t max_answer, size_t capacity)
       : post_(post), max_value_(max_value), max_answer_(max_answer), capacity_(capacity) {}
 
-  // Executes a client's request. Returns false if it is malformed, or if a request with its id is pending already.
+  // Executes a client's request. Returns false if the request is malformed, or if it has to wait and another waiting
+  // request has its id (for a watch: another watch has its id).
   bool request(uint64_t connection, const Header& header, std::string_view body, double now);
 
   // Called when a connection has ended, after a goodbye or without one: removes what ends with it.
@@ -50,10 +52,10 @@ class Table {
   // Answers and removes the requests that have passed their deadlines.
   void expire(double now);
 
-  // When the first deadline passes; infinite if none does.
+  // When the first deadline passes; infinite if there is none.
   double next_deadline() const;
 
-  // Bytes that keys and values take, including the values that ranks have brought to a rendezvous.
+  // Bytes that keys and values count for, including the values that ranks have brought to a rendezvous.
   size_t kept() const { return kept_; }
 
  private:
@@ -113,7 +115,7 @@ class Table {
   // Why `more` bytes, or a key with a value of `value` bytes, cannot be kept; "" if they can.
   std::string why_no_space(size_t more) const;
   std::string why_no_space(std::string_view key, size_t value);
-  // The answer to a multi_get: see Op.
+  // Returns the body of the answer to a multi_get, see Op.
   Body values_of(const std::vector<std::string>& keys);
 
   Entry* find(std::string_view key);
@@ -131,7 +133,7 @@ class Table {
   // Removes a waiting request without an answer; nullptr if there is none.
   std::unique_ptr<Pending> remove(uint64_t connection, uint64_t id);
   void remove_watch(uint64_t connection, uint64_t id, const std::string& prefix);
-  // Answers a request for keys that are all set.
+  // Answers a wait or a multi_get, the keys of which are all set.
   void met(const Pending& pending);
   // Answers a request that has passed its deadline.
   void late(const Pending& pending);

@@ -28,7 +28,7 @@ def positive(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size: a number and ``K``, ``M`` or ``G``, which are powers of 1024.
+    """Return the bytes of a size: a number, alone or with ``K``, ``M`` or ``G``, which are powers of 1024.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def size(text: str) -> int:
 
 
 def writable(text: str) -> Path:
-    """Return the path, and open the file now: a file that cannot be written should be reported before the run."""
+    """Return the path, and create the file now: a file that cannot be written should be reported before the run."""
     path = Path(text)
     try:
         path.open("a").close()

@@ -71,7 +71,11 @@ def first_line(command: str, library: Library, reason: str) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """Return all facts as plain values; where a fact cannot be determined there is an ``"error"`` instead."""
+    """Return all facts as plain values.
+
+    If no library can be loaded, ``"library"`` has only an ``"error"``; if the devices cannot be queried, there is a
+    ``"device_error"``. Other facts that cannot be determined are None.
+    """
     facts: dict[str, Any] = {
         "system": {"platform": platform.platform(), "python": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
@@ -148,7 +152,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _topology() -> str | None:
-    """Return what ``nvidia-smi topo -m`` prints, or ``None`` without nvidia-smi."""
+    """Return what ``nvidia-smi topo -m`` prints, or its error; ``None`` without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -20,8 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 success, 1 wrong results, a failure or something stuck, 2 bad arguments or dumps, 130 interrupted; for
-        ``run`` the program's exit code.
+        0 success, 1 wrong results, a failure or something stuck, 2 no command or bad dumps, 130 interrupted; for
+        ``run`` the exit code of the first process that failed.
+
+    Raises
+    ------
+    SystemExit
+        With code 2 for bad arguments, and with code 0 after ``--help`` and ``--version``.
     """
     parser, perf, trace, run = _parsers()
     argv = sys.argv[1:] if argv is None else argv

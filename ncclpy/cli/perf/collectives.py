@@ -1,8 +1,8 @@
 """The collectives that perf knows: what a size means for each, how bandwidth is counted, and what each rank expects.
 
-Counts and bandwidths follow nccl-tests, each collective the source file of the same name: a size is the bytes that one
-rank sends or the bytes that it receives, whichever is more, and counts that are divided among ranks are rounded down
-to 16 bytes.
+Counts and bandwidths of each collective follow the nccl-tests source file of the same name. A size is the bytes that
+one rank sends or the bytes that the rank receives, whichever is more. A rank's share of a size is rounded down to 16
+bytes.
 """
 
 from __future__ import annotations

@@ -138,10 +138,10 @@ def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
 
 
 def memory_limit(nranks: int) -> int:
-    """Return how many bytes each of a rank's two buffers may have, by nccl-tests' formula.
+    """Return how many bytes each of a rank's two buffers may have.
 
-    On GPUs a sixteenth of the memory (rounded up to GiB, at most 4 GiB) is left to other programs, and 1 GiB to NCCL.
-    The host engine's devices share the machine's memory.
+    On GPUs, as in nccl-tests, a sixteenth of the memory (rounded up to GiB, at most 4 GiB) is left to other programs,
+    and 1 GiB to NCCL. The host engine's devices share nine tenths of the memory that the machine has available.
     """
     gib = 1 << 30
     total: int = min(device.total_memory(ordinal) for ordinal in range(nranks))

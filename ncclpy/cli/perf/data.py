@@ -164,7 +164,11 @@ def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.rando
 
 
 def _factor(generator: np.random.Generator, place: np.ndarray, nranks: int, exact: int, length: int) -> np.ndarray:
-    """Return factors of an exact product: one rank gives an odd number, one doubles, one halves; all choose a sign."""
+    """Return a rank's factors of an exact product; the roles of the ranks (`place`) differ between the elements.
+
+    One rank gives an odd number; with three or more ranks, a second one doubles and a third one halves. All ranks
+    choose a sign.
+    """
     values = np.where(generator.integers(0, 2, length), 1.0, -1.0)
     odd = generator.integers(0, exact // 2, length) * 2 + 1
     values[place == 0] *= odd[place == 0]

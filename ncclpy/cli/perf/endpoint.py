@@ -14,7 +14,7 @@ from ncclpy.cli.perf.data import Block, Data, scalar
 from ncclpy.cli.perf.datatypes import Type
 from ncclpy.core.runtime import device
 
-# Bytes behind an output that must stay unchanged.
+# Bytes behind each buffer. Those behind an output are checked: they must stay unchanged.
 GUARD = 256
 
 Call = Callable[[], object]
@@ -68,7 +68,7 @@ class Endpoint:
     def prepare(
         self, collective: Collective, layout: Layout, kind: Type, root: int, in_place: bool, data: Data
     ) -> None:
-        """Write this rank's data, and poison where its result will be."""
+        """Write poison to the receive buffer, then the data that this rank sends, if it sends any."""
         itemsize = kind.itemsize
         with device.using(self.device):
             device.memset(self.recv, POISON, max(layout.send, layout.recv) * itemsize + GUARD, self.stream)

@@ -124,7 +124,7 @@ class RankRunner(abc.ABC):
             message = self.receive(left)
             if message is not None and message[1] == "error" and message[0] != first:
                 errors.append((message[0], message[2]))
-        # A rank may learn that another one aborts before the other has reported its error.
+        # A rank may report that another one has aborted before the other reports the cause: such errors are put last.
         errors.sort(key=lambda error: any(word in error[1] for word in ("NcclAborted: ", "Result.REMOTE_ERROR")))
         (worker, said), *others = errors
         texts = [f"worker {worker} of {self.size} failed:\n{said}"]

@@ -210,7 +210,7 @@ class Report:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw bus bandwidth and time over size into `path`; its suffix chooses the format."""
+    """Draw the out-of-place bus bandwidth and time over the size into `path`; its suffix chooses the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -24,7 +24,7 @@ from ncclpy.cli.perf.report import Rank, Row, Side
 from ncclpy.core.runtime import device
 
 #: Seconds between two checks for asynchronous errors while a stream is not done.
-_LOOK = 1.0
+_CHECK_INTERVAL = 1.0
 
 
 class Link(Protocol):
@@ -101,8 +101,9 @@ class Worker:
         given = self.arguments
         unique = self.link.exchange(bytes(ncclpy.get_unique_id()) if self.index == 0 else None)[0]
         config = self._config()
-        # An abort, by -T or Ctrl-C, then ends a rank that is stuck inside NCCL. With an NCCL without
-        # ncclCommSplit it does not: there `abortable` would make communicators nonblocking, which slows every call.
+        # With `abortable` an abort, by -T or Ctrl-C, ends a rank that is stuck inside NCCL. An NCCL without
+        # ncclCommSplit would need nonblocking communicators for this, which slow every call; there such a rank stays
+        # stuck.
         abortable = ncclpy.library().has("ncclCommSplit")
         uid = ncclpy.UniqueId.from_bytes(unique)
         with ncclpy.group():
@@ -240,7 +241,8 @@ class Worker:
     ) -> list[list[Call]]:
         """Return the calls of successive iterations, each at a later place in the buffers.
 
-        The places differ so that caches do not help, and so that operations of one group use different memory.
+        The places differ so that caches do not help, and so that operations of one group use different memory. There
+        are at most `wanted` iterations, and fewer if the buffers have fewer places: the caller repeats them.
         """
         nbytes = max(layout.send, layout.recv) * kind.itemsize
         places = min(self.arguments.buffer_bytes // nbytes, wanted) if nbytes else 1
@@ -266,7 +268,7 @@ class Worker:
         for endpoint in self.endpoints:
             while True:
                 try:
-                    endpoint.stream.synchronize(_LOOK)
+                    endpoint.stream.synchronize(_CHECK_INTERVAL)
                     break
                 except ncclpy.NcclTimeout:
                     self._raise_background_errors()

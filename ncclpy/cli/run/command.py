@@ -23,19 +23,19 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     arguments.check(parser, given)
     _open_streams()
     try:
-        meeting = LauncherRendezvous(given.rdzv, given.node_rank, given.nnodes, given.nproc, given.timeout)
+        rendezvous = LauncherRendezvous(given.rdzv, given.node_rank, given.nnodes, given.nproc, given.timeout)
     except (NcclError, OSError, ValueError) as error:
         say(f"{type(error).__name__}: {error}")
         return 1
     except KeyboardInterrupt:
         say("interrupted before anything was started")
         return _INTERRUPTED
-    with meeting:
-        return _run(given, meeting)
+    with rendezvous:
+        return _run(given, rendezvous)
 
 
 def _open_streams() -> None:
-    """Open each closed standard stream, as a daemon has them: otherwise a pipe or socket would get its descriptor."""
+    """Open each standard stream that is closed (as in a daemon), else a pipe or socket would get its descriptor."""
     for number, name, mode in (0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"):
         try:
             os.fstat(number)
@@ -45,24 +45,24 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))
 
 
-def _run(given: argparse.Namespace, meeting: LauncherRendezvous) -> int:
+def _run(given: argparse.Namespace, rendezvous: LauncherRendezvous) -> int:
     try:
         ranks = Ranks()
     except OSError as error:
         say(f"no process can be started: {error.strerror}")
         return 1
     try:
-        supervisor = Supervisor(ranks, given.grace, not given.no_kill, meeting.failed)
+        supervisor = Supervisor(ranks, given.grace, not given.no_kill, rendezvous.failed)
         output = Output(supervisor.broken)
         with supervisor.signals():
             try:
-                meeting.watch(supervisor.failed_elsewhere)
-                _start(given, meeting, ranks, output)
+                rendezvous.watch(supervisor.failed_elsewhere)
+                _start(given, rendezvous, ranks, output)
                 output.start()
                 code = supervisor.watch()
             except StartError as error:
                 say(str(error))
-                meeting.failed(error.code, f"rank {meeting.first + len(ranks.all)}: {error}")
+                rendezvous.failed(error.code, f"rank {rendezvous.first + len(ranks.all)}: {error}")
                 output.start()
                 code = error.code
             finally:
@@ -72,7 +72,7 @@ def _run(given: argparse.Namespace, meeting: LauncherRendezvous) -> int:
         # supervisor.signals() has restored Python's handlers, so Ctrl-C ends the two waits below: for the reader of
         # the output, and for the other launchers. After a signal that asked for the end, the first wait is bounded.
         output.finish(given.grace if supervisor.asked else math.inf)
-        return meeting.end(code)
+        return rendezvous.end(code)
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
@@ -84,7 +84,7 @@ def threads_of_each(nproc: int, cores: int) -> int:
     return max(1, cores // nproc)
 
 
-def _start(given: argparse.Namespace, meeting: LauncherRendezvous, ranks: Ranks, output: Output) -> None:
+def _start(given: argparse.Namespace, rendezvous: LauncherRendezvous, ranks: Ranks, output: Output) -> None:
     command = _command(given)
     common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     common.setdefault("PYTHONUNBUFFERED", "1")  # else a rank's output appears only at its end
@@ -96,26 +96,26 @@ def _start(given: argparse.Namespace, meeting: LauncherRendezvous, ranks: Ranks,
             f"which share {cores} cores; otherwise their threads of numpy, torch and OpenMP would compete. Set it to "
             "choose another number"
         )
-    common |= meeting.variables
+    common |= rendezvous.variables
     common |= {
-        "WORLD_SIZE": str(meeting.size),
+        "WORLD_SIZE": str(rendezvous.size),
         "LOCAL_WORLD_SIZE": str(given.nproc),
         "GROUP_RANK": str(given.node_rank),
         "GROUP_WORLD_SIZE": str(given.nnodes),
         "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(meeting.size),
+        "ROLE_WORLD_SIZE": str(rendezvous.size),
         "TORCHELASTIC_RUN_ID": ranks.id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     for local in range(given.nproc):
-        rank = str(meeting.first + local)
+        rank = str(rendezvous.first + local)
         env = common | {"RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank}
         # Rank 0 reads the launcher's standard input, as a program does that is started without a launcher.
         stdin = None if rank == "0" else subprocess.DEVNULL
         out, err = ranks.start(int(rank), command, env, stdin)
         for pipe, stream in (out, sys.stdout), (err, sys.stderr):
-            output.add(pipe, stream.fileno(), prefix(int(rank), meeting.size, colours(stream)))
+            output.add(pipe, stream.fileno(), prefix(int(rank), rendezvous.size, colours(stream)))
 
 
 def _command(given: argparse.Namespace) -> list[str]:

@@ -48,7 +48,7 @@ def left(sessions: Collection[int], mark: str) -> list[int]:
 
 
 def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
-    """Kill what `left` finds, until it has found nothing `rounds` times in a row; return what could not be killed."""
+    """Kill what `left` finds, until it has found nothing `rounds` times in a row; return what is left after 5 s."""
     deadline = time.monotonic() + _PATIENCE
     quiet = 0
     while True:
@@ -65,7 +65,7 @@ def kill(sessions: Collection[int], mark: str, rounds: int = 1) -> list[int]:
 def main() -> None:
     """Wait until the launcher has ended; if it has not written `DONE`, kill the processes that it has left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # such a signal is for the launcher; if it dies, the guard has to act
+        signal.signal(number, signal.SIG_IGN)  # the signal may have killed the launcher: then the guard has to act
     mark = sys.argv[1]
     sessions = set()
     for line in sys.stdin.buffer:

@@ -48,12 +48,12 @@ class OtherLaunchers:
         store.set(f"here/{node}", b"", ephemeral=True)
 
     def watch(self, failed: Callable[[int, str], object]) -> None:
-        """Have `failed` called, in a thread, at the first failure of another launcher."""
+        """Have `failed` called, in a thread, at the first failure of all launchers, this one included."""
         self._on_failure = failed
         threading.Thread(target=self._listen, name="ncclpy run: others", daemon=True).start()
 
     def tell(self, code: int, text: str) -> None:
-        """Tell the others of a failure here; only the first of all counts."""
+        """Tell the others of a failure of this launcher; the first failure of all launchers counts."""
         with contextlib.suppress(NcclError):  # the store is gone: the others have ended, or notice its loss themselves
             self._store.compare_set("failed", None, f"{code} {text}".encode())
 

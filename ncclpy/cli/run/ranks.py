@@ -87,7 +87,7 @@ class Ranks:
     """All processes of one launcher, and the guard that ends them if the launcher cannot."""
 
     def __init__(self) -> None:
-        # A run within another run appends its id to that of the outer run: both launchers find these processes.
+        # A run within another run appends its id to the ids of the outer runs: each launcher finds these processes.
         self.id = secrets.token_hex(8)
         self.run_ids = "/".join(filter(None, [os.environ.get(RUN_IDS), self.id]))
         self.all: list[Rank] = []
@@ -99,7 +99,7 @@ class Ranks:
         )
 
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], stdin: int | None) -> tuple[int, int]:
-        """Start the process of a rank; return the pipes of its standard output and standard error."""
+        """Start the process of a rank; return the reading ends of its standard output and standard error."""
         pipes: list[int] = []
         try:
             pipes += os.pipe()
@@ -147,7 +147,7 @@ class Ranks:
             rank.send(number, group=group)
 
     def end(self) -> list[int]:
-        """Kill all processes of the run, including those that ranks have started; return those that remain."""
+        """Kill all processes of the run, also those that ranks have started; return the ids of those that remain."""
         stuck = guard.kill({rank.pid for rank in self.all}, self.id)
         for rank in self.all:
             if rank.pid not in stuck:
@@ -156,7 +156,7 @@ class Ranks:
         return stuck
 
     def close(self) -> None:
-        """Tell the guard that the run has left no process, and wait until it has ended."""
+        """Tell the guard that the launcher has ended the run, and wait until the guard has ended."""
         self._tell_guard(guard.DONE)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):

@@ -78,12 +78,12 @@ class LauncherRendezvous:
             self._others = OtherLaunchers(self._own, node, self._hosts)
 
     def watch(self, failed: Callable[[int, str], object]) -> None:
-        """Have `failed` called, in another thread, with exit code and text of a failure elsewhere."""
+        """Have `failed` called, in another thread, with exit code and text of the first failure of all launchers."""
         if self._nodes > 1:
             self._others.watch(failed)
 
     def failed(self, code: int, text: str) -> None:
-        """Tell the other launchers that a process of this launcher was the first to fail."""
+        """Tell the other launchers that a process of this launcher has failed or cannot be started."""
         if self._nodes > 1:
             self._others.tell(code, f"{text} on {self._hosts[self._node]} (machine {self._node})")
 
@@ -92,7 +92,7 @@ class LauncherRendezvous:
         return code if self._nodes == 1 else self._others.end(code)
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the store, and free the reserved port."""
         self._store.close()
         log.removeFilter(_is_no_lost_client)
         if self._held is not None:

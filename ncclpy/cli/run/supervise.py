@@ -69,7 +69,7 @@ class Supervisor:
         self._events.put(self._on_broken)
 
     def failed_elsewhere(self, code: int, text: str) -> None:
-        """Note, from any thread, that another launcher or one of its processes has failed."""
+        """Note, from any thread, the first failure of all launchers; a failure of this one is known already."""
         self._events.put(lambda: self._on_failure(code, text))
 
     @contextlib.contextmanager

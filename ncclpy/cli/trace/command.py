@@ -1,6 +1,6 @@
 """The command ``ncclpy trace``: its arguments, and what it does.
 
-``ncclpy`` imports this module for every command; so only `run` imports the modules that read dumps.
+``ncclpy`` imports this module for every command, so the modules that read dumps are imported inside functions.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Crossing:
 
 
 def crossings(standstills: Iterable[Standstill]) -> list[Crossing]:
-    """Return circles of ranks that wait for each other: for each standstill the shortest one through it, by length."""
+    """Return circles of ranks that wait for each other: the shortest one through each standstill, shortest first."""
     waits = [each for each in standstills if each.missing]
     inside: dict[int, list[tuple[int, int, Entry]]] = {}  # by process: the index of each wait, the rank, its entry
     for index, wait in enumerate(waits):

@@ -11,8 +11,8 @@ from ncclpy.cli.trace.table import Signature, signature_of
 #: For operations of a communicator that was never made, the recorder writes the group's name with this suffix.
 NEVER_MADE = " (never made)"
 
-# A rank is late only if it began at least so many seconds after the first one: by one clock (or by compared clocks, in
-# addition to their error), and by the wall clocks of several machines.
+# A rank is late only if it began at least so many seconds after the first one. The first number is for times of one
+# clock, and for times of compared clocks, where their error is added; the second for wall clocks of several machines.
 _LATE_AFTER = 0.1
 _LATE_AFTER_REMOTELY = 1.0
 
@@ -48,7 +48,7 @@ class Divergence:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether ranks are known to have done different things, or one not at all or late."""
+        """Return whether ranks are known to differ: in the call, in its state, or as one is absent or late."""
         done = {(entry.state, signature_of_entry(entry)) for entry in self.entries.values()}
         return len(done) > 1 or bool(self.absent) or bool(self.late())
 
@@ -108,7 +108,7 @@ def begun(entry: Entry) -> float:
     """Return when a rank began an operation, by the wall clock.
 
     An operation that is launched in the background begins with its launch: before, no other rank can wait for it. A
-    plain call, which returns when it is launched, begins when it is made.
+    plain call, which returns when it is launched, begins when it is made. The time is infinite if it is unknown.
     """
     plain = entry.launch is None or entry.launched is None
     time = entry.created if plain and entry.created is not None else entry.launched
@@ -130,7 +130,7 @@ def is_one_clock(dumps: Iterable[Dump]) -> bool:
 def clock_error_of(dumps: Iterable[Dump]) -> float | None:
     """Return how many seconds the times of these dumps may be wrong by; None if their clocks were not compared.
 
-    This is the sum of the two largest errors of their clocks.
+    This is the sum of the two largest errors of their clocks, and 0 for a single clock that was not compared.
     """
     within = {(dump.clock or id(dump)): dump.clock_error for dump in dumps}
     if None in within.values():
@@ -139,7 +139,10 @@ def clock_error_of(dumps: Iterable[Dump]) -> float | None:
 
 
 def first_divergence(divergences: Iterable[Divergence]) -> list[Divergence]:
-    """Return a list of the earliest divergence, which may cause the others; it is empty if all ranks did the same."""
+    """Return the earliest divergence, which may cause the others, as a list.
+
+    It is empty if at each divergence all ranks have a dump and are known to have done the same.
+    """
     different = (each for each in divergences if each.is_apart or each.unseen)
     ordered = sorted(different, key=lambda each: (each.when, each.communicator))
     return ordered[:1]

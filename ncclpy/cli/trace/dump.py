@@ -171,8 +171,9 @@ class Group:
 def read(path: Path) -> Dump:
     """Return the dump in the file `path`.
 
-    Unknown fields are ignored, and null or missing ones are None. Only the format, its version and the two clocks are
-    required: without these a dump has no meaning.
+    Unknown fields are ignored. Fields that are null or missing are None, or get a default: a state follows from an
+    entry's times and error. Only the format, its version and the two clocks are required: without these a dump has no
+    meaning.
 
     Raises
     ------

@@ -17,6 +17,7 @@ _TALLEST = 300  # inches: above that a PNG has too many rows of pixels
 def draw(dumps: Sequence[Dump], path: Path) -> None:
     """Draw the timeline of the dumps into the PNG `path`, with a row for each device of each process.
 
+    Gatherings of Managers, and entries without a known device, have a row of their own in each process.
     An operation's bar begins at its launch; a thin grey bar before shows the time from the call to the launch. Bars of
     operations that have not ended, or have failed, have a red edge.
     """

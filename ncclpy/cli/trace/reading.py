@@ -44,7 +44,7 @@ def _natural_order(path: Path) -> list[tuple[int, str]]:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[Dump], list[DumpError]]:
-    """Return the dumps of files, in their order, and the errors of the others; times are on one clock."""
+    """Return the dumps of files, in their order, and the errors of unreadable files; times are on one clock."""
     results: list[Dump | DumpError]
     workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     if workers > 1 and sum(map(_size, paths)) > _SINGLE_PROCESS_BYTES:
@@ -83,7 +83,7 @@ def align(dumps: Iterable[Dump]) -> None:
 
     The shift is the median over these processes of the wall clock minus the monotonic clock, since the wall clock may
     have been set between two dumps. For clocks that were compared through a store, the measured differences replace
-    the median.
+    the median. A dump that names no clock keeps the shift by its own wall clock.
     """
     clocks: dict[str, list[Dump]] = {}
     for dump in dumps:
@@ -97,7 +97,7 @@ def align(dumps: Iterable[Dump]) -> None:
 
 
 def _align_compared(clocks: dict[str, list[Dump]]) -> None:
-    """Set the shift of the clocks that were compared with one other clock, by the measured differences to it."""
+    """Set the shift of each clock that was compared with the reference clock, by the measured difference."""
     found: dict[str, dict[str, Difference]] = {}
     for clock, dumps in clocks.items():
         for one in (group.difference for dump in dumps for group in dump.groups):
@@ -121,7 +121,10 @@ def _align_compared(clocks: dict[str, list[Dump]]) -> None:
 
 
 def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:
-    """Divide dumps into the last one of each process and earlier ones; host and pid identify a process."""
+    """Divide dumps into the last one of each process and earlier ones; host and pid identify a process.
+
+    A dump without host or pid counts as the only one of its process.
+    """
     last: dict[object, Dump] = {}
     for dump in dumps:
         known = dump.host is not None and dump.pid is not None

@@ -186,7 +186,10 @@ def _operations(entries: Iterable[Entry], limit: int | None) -> list[str]:
 
 
 def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Group the ranks of one operation, and what a process launched at once; the oldest first."""
+    """Group the entries of one operation, the oldest group first.
+
+    Without a communicator or a sequence number, the entries of one launch of a process are an operation.
+    """
     groups: dict[object, list[Entry]] = {}
     for entry in entries:
         if entry.communicator is None or entry.sequence is None:
@@ -501,13 +504,13 @@ def _table(rows: list[list[str]], indent: str = "") -> list[str]:
 
 
 class Reasons:
-    """The reasons of failures that a report has said, and where: many ranks have one reason, worded differently."""
+    """Remember the reasons that a report has given, and where: errors of many ranks word one reason differently."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def say(self, text: str, where: str) -> str:
-        """Return a reason in short, or where it was said before.
+        """Return an error's text in short, or "same as" and the place at which its reason was given before.
 
         Parameters
         ----------
@@ -529,12 +532,12 @@ class Reasons:
 
 
 def _reason_of(text: str) -> str:
-    """Return the part of an error's text that several ranks share."""
+    """Return the part of an error's text that several ranks share, with "#" in place of durations."""
     head = _HEAD.match(text)
     return _DURATION.sub("#", text[head.end() :] if head else text)
 
 
 def _without_advice(text: str) -> str:
-    """Drop the sentences that advise to use ``ncclpy trace``, or say where an operation was called, as entries do."""
+    """Drop the sentences that advise to use ``ncclpy trace``, and those that repeat where the entry was called."""
     sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", text)
     return " ".join(each for each in sentences if "ncclpy trace" not in each and not each.startswith(_CALLED))

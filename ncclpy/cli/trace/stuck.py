@@ -56,7 +56,10 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The problems found. `pending` has entries that wait for their launch, but not for participants."""
+    """The problems found. `pending` has entries that wait for their launch, but not for participants.
+
+    `unseen` has a group's name, its size and its ranks without a dump, see `_unseen_of`.
+    """
 
     gatherings: list[Gathering]
     pending: list[Entry]

@@ -1,4 +1,4 @@
-"""The entries of one dump as columns. Of thousands of dumps few entries are needed; an object for each takes minutes.
+"""The entries of one dump as columns, since objects for all entries of thousands of dumps would take minutes.
 
 Entries as a recorder writes them are checked column by column. For any others the module `dump` checks value by value
 and says where an error is.
@@ -62,7 +62,7 @@ class Table:
     Parameters
     ----------
     rows
-        Their values in the order of `FIELDS`, already checked.
+        The values of each entry in the order of `FIELDS`, already checked.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -130,9 +130,9 @@ class RankTrace:
     """One rank of one communicator: its numbered entries, by ascending sequence number.
 
     `sequences`, `indices` (in the table), `signatures` and `launched` are parallel arrays. `last` is the index of the
-    rank's last entry, numbered or not. `open` has the numbers that have not ended well, and `first_failed` is the
-    lowest one that has failed, or None. `reached` is the highest number of a completed operation that completes only
-    after every rank has launched it; -1 if there is none.
+    rank's last entry, numbered or not. `open` has the numbers of operations that are pending, launched or failed, and
+    `first_failed` is the lowest number of a failed one, or None. `reached` is the highest number of a completed
+    operation that completes only after every rank has launched it; -1 if there is none.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class RankTrace:
         sequences, indices = sequences[known], indices[known]
         order = np.argsort(sequences, kind="stable")
         sequences, indices = sequences[order], indices[order]
-        newest = np.append(sequences[1:] != sequences[:-1], True)[: len(sequences)]  # the last of one number
+        newest = np.append(sequences[1:] != sequences[:-1], True)[: len(sequences)]  # the last entry of each number
         self.sequences, self.indices = sequences[newest], indices[newest]
         kind_of = table._kind[self.indices]
         is_open, has_failed, completes = (np.zeros(len(table.kinds), bool) for _ in range(3))
@@ -214,7 +214,7 @@ def table_of(entries: list[Any]) -> Table | None:
 def divide(data: bytes) -> tuple[bytes, bytes] | None:
     """Return the text of a dump without its entries, and the text of the entries; None for another form.
 
-    The marks that this searches cannot be inside a JSON string, in which each quote has a backslash before it.
+    The marks that this function searches for cannot be inside a JSON string, where a backslash precedes each quote.
     """
     begin = data.find(b'"entries": [\n{"id": ')
     end = data.find(b'}], "gathering": ', begin)

@@ -159,22 +159,22 @@ def _threads(spans: Sequence[Span]) -> Iterable[tuple[int, str, list[Span]]]:
         device = -1 if span.device is None else span.device
         tracks.setdefault((span.dump, device, not span.gathering), []).append(span)
     for (dump, _, _), track in sorted(tracks.items(), key=lambda item: item[0]):
-        for number, lane in enumerate(_lanes(track)):
-            yield dump + 1, track[0].track + (f" ({number + 1})" if number else ""), lane
+        for number, thread in enumerate(_divide_overlapping(track)):
+            yield dump + 1, track[0].track + (f" ({number + 1})" if number else ""), thread
 
 
-def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Put each span, in order of their starts, into the first free lane."""
-    lanes: list[list[Span]] = []
+def _divide_overlapping(spans: Iterable[Span]) -> list[list[Span]]:
+    """Put each span, in order of their starts, into the first of several threads that is free; return the threads."""
+    threads: list[list[Span]] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     for span in spans:
         while busy and busy[0][0] <= span.start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
-            heapq.heappush(free, len(lanes))
-            lanes.append([])
-        lane = heapq.heappop(free)
-        lanes[lane].append(span)
-        heapq.heappush(busy, (span.end, lane))
-    return lanes
+            heapq.heappush(free, len(threads))
+            threads.append([])
+        thread = heapq.heappop(free)
+        threads[thread].append(span)
+        heapq.heappush(busy, (span.end, thread))
+    return threads

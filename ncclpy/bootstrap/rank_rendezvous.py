@@ -94,7 +94,7 @@ class _Lost(Exception):
         self.why = why
 
 
-class _Lookout:
+class _LossCheck:
     """Check whether ranks that are missing at a rendezvous are lost."""
 
     def __init__(self, is_lost: IsLost) -> None:
@@ -102,7 +102,7 @@ class _Lookout:
         self._suspects: dict[int, int] = {}  # how often in a row each was found lost
         self._turn = 0
 
-    def look(self, missing: Sequence[int]) -> None:
+    def check(self, missing: Sequence[int]) -> None:
         """Check some of the missing ranks; raise `_Lost` for those found lost often enough in a row."""
         begin = self._turn % len(missing)
         some = {*missing[begin : begin + _CHECKS_PER_SLICE], *(rank for rank in missing if rank in self._suspects)}
@@ -343,7 +343,7 @@ class RankRendezvous:
         the outcome, which the rank `first` sets. `nranks` is the number of ranks that meet; each lengthens a slice.
         """
         length = _SLICE + nranks * _SLICE_PER_RANK
-        lookout = None if self._is_lost is None else _Lookout(self._is_lost)
+        loss_check = None if self._is_lost is None else _LossCheck(self._is_lost)
         missing = keys
         while wanted():
             if stop_key is not None and self.store.check([stop_key]):
@@ -356,8 +356,8 @@ class RankRendezvous:
                 if left <= length:
                     raise
                 missing = [str(each) for each in error.missing or ()] or keys
-            if lookout is not None:
-                lookout.look([int(key.rpartition("/")[2]) for key in missing] if first is None else [first])
+            if loss_check is not None:
+                loss_check.check([int(key.rpartition("/")[2]) for key in missing] if first is None else [first])
         raise NcclAborted(f"{self.name} has ended")
 
     def _leave(self, base: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:

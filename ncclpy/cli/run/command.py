@@ -19,7 +19,10 @@ _INTERRUPTED = 130
 
 
 def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    """Run the program in all processes and return the exit code of the first that failed, or 0."""
+    """Run the program in all processes and return the exit code.
+
+    The code is that of the first failure; 128 plus the number of a signal that has ended the run; or else 0.
+    """
     arguments.check(parser, given)
     _open_streams()
     try:

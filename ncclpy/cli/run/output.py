@@ -81,12 +81,12 @@ class Lines:
 
 
 class Output:
-    """The thread that reads all pipes of the ranks and writes their lines, whole and one after the other.
+    """Read all pipes of the ranks in a thread, and write their lines, whole and one after the other.
 
     Parameters
     ----------
     broken
-        Called in that thread when an output cannot be written any more, since its reader is gone.
+        Called in that thread when an output cannot be written any more, for example since its reader is gone.
     """
 
     def __init__(self, broken: Callable[[], object]) -> None:

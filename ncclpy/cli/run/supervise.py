@@ -17,7 +17,7 @@ from ncclpy.cli.run.ranks import Rank, Ranks
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Signals that are passed on to each rank's own process alone: they would end a child that does not handle them.
 _OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
-#: The launcher's exit code if its output has no reader any more.
+#: The launcher's exit code if its output cannot be written any more.
 _BROKEN = 1
 
 
@@ -31,8 +31,8 @@ def say(text: str) -> None:
 class Supervisor:
     """Watch the processes of one launcher until all have ended.
 
-    All that happens is an event in one queue: a signal, the end of a process, a message of another launcher, an output
-    without a reader. Only the main thread acts on events.
+    All that happens is an event in one queue: a signal, the end of a process, a failure of a launcher, an output that
+    cannot be written. Only the main thread acts on events.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Supervisor:
         return self._asked is not None
 
     def broken(self) -> None:
-        """Note, from any thread, that the output has no reader any more."""
+        """Note, from any thread, that the output cannot be written any more."""
         self._events.put(self._on_broken)
 
     def failed_elsewhere(self, code: int, text: str) -> None:

@@ -95,7 +95,10 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class LateGroup:
-    """A rank that made its process group late: `seconds` after the first rank, `after_end` after the group's end."""
+    """A rank that made its process group late: `seconds` after the first rank, `after_end` after the group's end.
+
+    `first` is the group on the rank that made it first, `ended` on the rank where it ended first.
+    """
 
     group: Group
     first: Group

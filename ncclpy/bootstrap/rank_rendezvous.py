@@ -4,8 +4,8 @@ Each rank puts its contribution under a key of its own, an ephemeral one where t
 ranks waits for all of these keys and then sets one more key, the outcome, for which the other ranks wait. So the
 number of a rank's requests to the store does not depend on the number of ranks. A rank waits in slices; between two
 slices it leaves if the rendezvous is no longer wanted. A rank that leaves early puts the reason into the outcome, and
-the outcome can be set only once: either all have met, or none has. The wait also ends early if a missing rank has
-announced that it will not arrive, or is lost and the store or the caller can detect the loss.
+the outcome can be set only once: either all have met, or none has. The wait also ends early if a missing rank gives
+up (`give_up`), or if the caller's `is_lost` says that the rank will not arrive.
 """
 
 from __future__ import annotations

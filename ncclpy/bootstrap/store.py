@@ -296,7 +296,7 @@ class Store:
         return self._delete(as_key(key), self._deadline(None))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that begin with a prefix, sorted.
+        """Return the keys that begin with a prefix, sorted, without the keys that `barrier` and `gather` may set.
 
         Parameters
         ----------

@@ -125,7 +125,7 @@ class FileStore(Store):
         if why:
             raise StoreError(
                 f"{self}: {path} {why}. The folder of a store belongs to the user of all its ranks, and no other "
-                "user may write to it: give the path of one that is not there yet, or make it (mkdir -m 700)"
+                "user may write to it: give a path that does not exist yet, or make the folder (mkdir -m 700)"
             )
 
     def _mark_as_open(self) -> None:

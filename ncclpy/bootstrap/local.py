@@ -35,7 +35,7 @@ def refuse_reentry(store: Store, lock: Any) -> None:
     if lock._is_owned():
         raise StoreError(
             f"{store} is in use by this very thread, so a signal handler or a finaliser that interrupts the thread "
-            "cannot use it. Let the handler note what is to do, and do that later, or in another thread"
+            "cannot use it. Let the handler only record the task, and do the task later or in another thread"
         )
 
 

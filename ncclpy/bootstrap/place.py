@@ -89,8 +89,9 @@ def environment() -> Place:
 
     Launchers are ``ncclpy run``, torchrun (and whatever sets its variables), Open MPI's and MPICH's mpirun (Hydra,
     so Intel MPI's too) and Slurm's srun. If one launcher has started another, the launcher that NCCLPY_LAUNCHER names
-    counts, or else the inner one. Of torchrun's variables RANK and WORLD_SIZE are enough, as Kubeflow and scripts for
-    torch's ``env://`` set them. White space around values is ignored.
+    counts, or else the inner one. Torchrun's variables without TORCHELASTIC_RUN_ID do not count beside another
+    launcher's, and must not contradict them. Of torchrun's variables RANK and WORLD_SIZE are enough, as Kubeflow and
+    scripts for torch's ``env://`` set them. White space around values is ignored.
 
     Returns
     -------

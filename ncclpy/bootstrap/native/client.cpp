@@ -225,7 +225,7 @@ void Client::lose_connection(const std::string& why) {
   snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", stopped, heartbeat_);
   lease_ended_ = lost_.empty();
   mark_lost("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
-       " at the store, which has ended with the connection (" + why + ")");
+       " at the store; the lease has ended with the connection (" + why + ")");
 }
 
 // The server has ended the lease, since it has heard nothing from this process for too long. It still serves others.
@@ -236,7 +236,7 @@ void Client::lose_lease(std::string_view why) {
   if (stopped > heartbeat_ / 2) {
     snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", stopped, heartbeat_);
     mark_lost("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
-         " at the store, which has ended: the server serves the others, and a new store reaches it");
+         " at the store; the lease has ended, but the server serves the others, and a new store reaches it");
   } else {
     snprintf(words, sizeof words, "the lease of %.3g s", heartbeat_);
     mark_lost(std::string(words) + " that this process had at the store has ended: the server says that " +

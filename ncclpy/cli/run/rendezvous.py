@@ -58,19 +58,19 @@ class LauncherRendezvous:
             if nodes > 1:
                 OtherLaunchers.announce(self._own, node)
             mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._held and self._held.getsockname()[1]}
-            told = self._own.gather("launchers", node, nodes, json.dumps(mine).encode(), timeout)
+            packed = self._own.gather("launchers", node, nodes, json.dumps(mine).encode(), timeout)
         except BaseException:
             self.close()
             raise
-        every = [json.loads(one) for one in told]
-        self._hosts = [one["host"] for one in every]
-        self.first = sum(one["nproc"] for one in every[:node])
-        self.size = sum(one["nproc"] for one in every)
+        launchers = [json.loads(each) for each in packed]
+        self._hosts = [each["host"] for each in launchers]
+        self.first = sum(each["nproc"] for each in launchers[:node])
+        self.size = sum(each["nproc"] for each in launchers)
         self.variables = {
             "NCCLPY_STORE": shown(host, self._store.port),
             # For the program's own use, such as torch's process group: this port is reserved.
             "MASTER_ADDR": host,
-            "MASTER_PORT": str(every[0]["port"]),
+            "MASTER_PORT": str(launchers[0]["port"]),
         }
         if token is not None:
             self.variables[_TOKEN] = token

@@ -375,9 +375,9 @@ bool Table::do_watch(uint64_t connection, uint64_t id, Reader in) {
   std::string_view prefix;
   if (!in.bytes(prefix) || !in.end()) return false;
   if (!connections_[connection].watches.try_emplace(id, prefix).second) return false;
-  auto& those = watches_[std::string(prefix)];
-  if (those.empty()) watched_lengths_[prefix.size()]++;
-  those.emplace(connection, id);
+  auto& subscribers = watches_[std::string(prefix)];
+  if (subscribers.empty()) watched_lengths_[prefix.size()]++;
+  subscribers.emplace(connection, id);
   answer(connection, id, Op::watch);
   return true;
 }
@@ -589,18 +589,18 @@ void Table::late(const Pending& pending) {
         listed++;
       }
     }
-    size_t told = 0;
-    for (auto each = rendezvous->left.begin(); each != rendezvous->left.end() && told < kListedLeft; ++each, told++) {
+    size_t sent = 0;
+    for (auto each = rendezvous->left.begin(); each != rendezvous->left.end() && sent < kListedLeft; ++each, sent++) {
       ranks.integer(*each);
     }
     out.integer(missing).integer(listed);
     out.body += ranks.body;
   } else {
     size_t count = 0;
-    std::set<std::string_view> told;
+    std::set<std::string_view> listed;
     Writer keys;
     for (const std::string& key : pending.keys) {
-      if (!find(key) && told.insert(key).second) {
+      if (!find(key) && listed.insert(key).second) {
         keys.bytes(key);
         count++;
       }

@@ -1,1 +1,1 @@
-"""The C side, declared by hand: nccl_abi.h, driver_abi.h and their .pxd files."""
+"""C headers, with .pxd files, of NCCL, the CUDA driver, DLPack and interfaces between compiled parts of ncclpy."""

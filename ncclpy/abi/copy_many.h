@@ -7,14 +7,14 @@
 
 #include <stdint.h>
 
-/* As many copies as fit into 4 KiB, the limit for a kernel's parameters. */
+/* The table has 4040 bytes with as many copies; the parameters of a kernel may have 4096. */
 #define NCCLPY_COPIES_MAX 144
 #define NCCLPY_COPY_CHUNK 32768 /* bytes */
 #define NCCLPY_COPY_THREADS 256
 
 typedef struct {
   uint32_t count;
-  uint32_t unused;
+  uint32_t unused; /* aligns the addresses */
   uint64_t from[NCCLPY_COPIES_MAX]; /* address of the source; 0: write zeros */
   uint64_t to[NCCLPY_COPIES_MAX];
   uint64_t bytes[NCCLPY_COPIES_MAX];

@@ -78,7 +78,7 @@ typedef struct {
   void* managed_tensor_allocator;
   int (*managed_tensor_from_py_object_no_sync)(void* py_object, DLManagedTensorVersioned** out);
   void* managed_tensor_to_py_object_no_sync;
-  int (*dltensor_from_py_object_no_sync)(void* py_object, DLTensor* out); /* may be NULL */
+  int (*dltensor_from_py_object_no_sync)(void* py_object, DLTensor* out); /* NULL if the framework has none */
   int (*current_work_stream)(int32_t device_type, int32_t device_id, void** out_current_stream);
 } DLPackExchangeAPI;
 

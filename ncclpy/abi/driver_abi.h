@@ -50,7 +50,7 @@ typedef enum {
   CUDA_ERROR_UNKNOWN = 999
 } CUresult;
 
-/* Stream handles with a fixed value, and the flags used. */
+/* Stream handles with a fixed value, and flags of streams and events. */
 #define CU_STREAM_LEGACY ((CUstream)0x1)
 #define CU_STREAM_PER_THREAD ((CUstream)0x2)
 #define CU_STREAM_DEFAULT 0x0
@@ -109,7 +109,7 @@ typedef enum {
   X(CUresult, cuDeviceTotalMem_v2, (size_t* bytes, CUdevice device)) \
   X(CUresult, cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice peer)) \
   X(CUresult, cuDeviceGetPCIBusId, (char* busId, int length, CUdevice device)) \
-  /* contexts: ncclpy only uses primary contexts, as the CUDA runtime does */ \
+  /* contexts: ncclpy makes no context but retains primary contexts, as the CUDA runtime does */ \
   X(CUresult, cuDevicePrimaryCtxRetain, (CUcontext* context, CUdevice device)) \
   X(CUresult, cuCtxGetCurrent, (CUcontext* context)) \
   X(CUresult, cuCtxSetCurrent, (CUcontext context)) \

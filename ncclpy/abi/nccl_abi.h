@@ -1,9 +1,9 @@
 /* The NCCL host ABI that ncclpy is written against: NCCL 2.32.3, declared here so that building needs no CUDA.
  *
- * Types carry NCCL's own names and the newest layout: NCCL's structs are append-only, start with their size, and an
- * older library reads the prefix that it knows. All functions are in one list, NCCLPY_NCCL_FUNCTIONS, from which the
- * function table, the host engine's prototypes and the tests are made. tests/abi compiles this file beside the real
- * nccl.h of several releases and compares sizes, offsets, values and prototypes.
+ * Types carry NCCL's own names and the newest layout. NCCL appends fields only to structs that start with their size:
+ * an older library reads the prefix that it knows. All functions are in one list, NCCLPY_NCCL_FUNCTIONS. The function
+ * table, the host engine's prototypes and parts of the tests are made from this list. tests/abi compiles this file
+ * beside the real nccl.h of several releases and compares sizes, offsets, values and prototypes.
  *
  * This file has an include guard of its own, so a C++ file can include it and nccl.h, one of them inside a namespace.
  */

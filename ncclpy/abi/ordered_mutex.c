@@ -11,10 +11,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Functions of Python, if loaded: the first three tell whether this thread has the GIL, the others wait for it. */
+/* Functions of Python, NULL in a process without Python: the first three tell whether this thread has the GIL, the
+ * others wait for the GIL. */
 typedef struct _ts PyThreadState;
 extern PyThreadState* PyThreadState_GetUnchecked(void) __attribute__((weak));
-extern PyThreadState* _PyThreadState_UncheckedGet(void) __attribute__((weak)); /* its name before Python 3.13 */
+extern PyThreadState* _PyThreadState_UncheckedGet(void) __attribute__((weak)); /* before Python 3.13 */
 extern PyThreadState* PyGILState_GetThisThreadState(void) __attribute__((weak));
 extern void PyEval_RestoreThread(PyThreadState*) __attribute__((weak));
 extern int PyGILState_Ensure(void) __attribute__((weak));
@@ -99,7 +100,7 @@ void ncclpy_lock_wanted(ncclpy_lock lock, const void* which) {
 }
 
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which) {
-  if (count == MAX_HELD) fail("it takes %s (%p), and holds more locks than are counted", rules[lock].words, which);
+  if (count == MAX_HELD) fail("it takes %s (%p), and holds the most locks that fit", rules[lock].words, which);
   held[count].lock = lock;
   held[count].which = which;
   count++;

@@ -4,7 +4,7 @@
  *
  * The list is the one in docs/locks.md, outermost locks first, and a test compares the two. A row has the lock's name,
  * the words by which that page names it, the locks that may be taken directly under it (whatever may be taken under
- * those is allowed as well), and the rules for the lock and the GIL.
+ * those is allowed as well), and flags: rules for the lock and the GIL, and how one thread may take it several times.
  */
 #ifndef NCCLPY_ORDERED_MUTEX_H
 #define NCCLPY_ORDERED_MUTEX_H

@@ -12,16 +12,16 @@
 #define NCCLPY_ON_CPU (-1)
 
 typedef struct {
-  void* data; /* of the first element; NULL if there is none */
-  uint64_t count;
+  void* data; /* address of the first element; NULL if the tensor has no element */
+  uint64_t count; /* elements */
   int32_t device; /* the GPU's ordinal, or NCCLPY_ON_CPU */
-  uint8_t code;   /* of the data type, as DLPack has it, with one lane */
+  uint8_t code;   /* code and bits of the data type, as in DLPack; it has one lane */
   uint8_t bits;
 } ncclpy_read_tensor;
 
-/* Returns 0 if the tensor is one block of memory that holds its values. Any other result only means that the caller
- * must read the tensor in another way. The function is called with the GIL, sets no Python exception and throws no C++
- * one.
+/* Fills in `out` and returns 0 if the tensor's elements lie in one block of memory. Any other result only means that
+ * the caller must read the tensor in another way. The function is called with the GIL; it sets no Python exception and
+ * throws no C++ exception.
  */
 typedef int (*ncclpy_tensor_reader)(void* py_object, ncclpy_read_tensor* out);
 

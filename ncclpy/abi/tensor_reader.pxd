@@ -13,5 +13,5 @@ cdef extern from "tensor_reader.h" nogil:
         uint8_t code
         uint8_t bits
 
-    # Called with the GIL.
+    # The function is called with the GIL.
     ctypedef int (*ncclpy_tensor_reader)(void*, ncclpy_read_tensor*) noexcept

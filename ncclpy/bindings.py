@@ -1,10 +1,11 @@
-"""One Python function for each host function of ``nccl.h``: the C names in snake case, without the prefix.
+"""One Python function for each host function of ``nccl.h`` and ``nccl_device.h``, with the C name in snake case.
 
-Arguments are in C's order; out-parameters are returned instead. Pointers, communicators, windows and streams are
-ints. Each call runs without the GIL. An error raises `ncclpy.NcclError`; a function that the loaded NCCL
-lacks raises `ncclpy.NcclUnsupported`, which names the release that has it. A call without out-parameters returns
-``Result.SUCCESS`` or, when a nonblocking communicator is still at work, ``Result.IN_PROGRESS``: then poll
-`comm_get_async_error` until it returns another result.
+The prefix ``nccl`` is left out. Arguments are in C's order; out-parameters are returned instead. Pointers,
+communicators, windows and streams are ints. Each call runs without the GIL. An error raises `ncclpy.NcclError`; a
+function that the loaded NCCL lacks raises `ncclpy.NcclUnsupported`, which names the release that has it. If a C
+function returns an ``ncclResult_t`` and has no out-parameter, the Python function returns ``Result.SUCCESS`` or, when
+a nonblocking communicator is still at work, ``Result.IN_PROGRESS``: then poll `comm_get_async_error` until it returns
+another result.
 
 Many functions share these arguments:
 
@@ -24,13 +25,13 @@ stream
 config
     A `Config` for communicators, a `CollConfig` for one collective; None takes NCCL's defaults.
 handle, window, dev_comm
-    `handle` is what an earlier call returned for a registration or a parameter, `window` for a window; `dev_comm` is
-    the address of the ``ncclDevComm_t`` that `dev_comm_create` fills.
+    `handle`: what `comm_register` or `param_bind` returned. `window`: what `comm_window_register` returned.
+    `dev_comm`: the address of the ``ncclDevComm_t`` that `dev_comm_create` fills.
 flags, ctx, sig_idx
     Flags, 0 unless the function names some; the context and the index of a signal, both from 0.
 
-Nothing is checked beyond the Python types: a wrong address crashes the process, as in C. `ncclpy.Communicator` is the
-comfortable way to the same functions.
+Addresses, handles and counts are not checked: a wrong address crashes the process, as in C. `ncclpy.Communicator`
+checks its arguments and calls the same functions.
 """
 
 from ncclpy.core.bindings.collectives import (

@@ -103,19 +103,21 @@ class NcclError(RuntimeError):
     message
         What went wrong, for readers.
     result
-        The `ncclResult_t` as an int, also a code that only a newer NCCL has. ``None`` if NCCL was not called.
+        The `ncclResult_t` as an int, also a code that only a newer NCCL has. ``None`` if NCCL returned no error, for
+        example after a deadline or an abort.
     function
-        The C function that reported it.
+        The C function that failed, or what has passed its deadline, such as "initialisation". ``None`` if not known.
     detail
         The text of `ncclGetLastError`, empty if there is none.
     version
-        The version of the loaded NCCL, ``(2, 32, 3)``, or ``None`` if none is loaded.
+        The version of the loaded NCCL, such as ``(2, 32, 3)``, if the error depends on it; else ``None``.
 
     Attributes
     ----------
     ranks : tuple of RankState, or None
         What each rank did when the error was made; None if the ranks were not asked. Ranks can be asked in a process
-        group, in a Manager that has a store, and in a Communicator made by `Communicator.from_env`.
+        group, in a Manager that has a store, in a Communicator made by `Communicator.from_env`, and in one that was
+        split or shrunk from such a Communicator.
     """
 
     ranks: tuple[Any, ...] | None = None
@@ -141,19 +143,22 @@ class NcclError(RuntimeError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """Report that a deadline has passed: a wait for a `Work` has ended and the work continues, or a call was aborted.
+    """Report that a deadline has passed.
+
+    Past the ``timeout=`` of a wait for a `Work` or a store, only the wait has ended. Past the deadline of a communicator
+    or of a group of ranks, its communicators were aborted.
 
     Attributes
     ----------
     missing : list of str or of int, or None
-        The keys that were not set, or the missing ranks, if a store has raised the error; else None.
+        The keys that were not set, or the ranks that did not take part, if they are known; else None.
     """
 
     missing: list[str] | list[int] | None = None
 
 
 class NcclAborted(NcclError):
-    """Report work that ended because its communicator was aborted."""
+    """Report a call or work that was refused or ended because its communicator, or its group of ranks, was aborted."""
 
 
 class NcclRemoteError(NcclError):
@@ -180,7 +185,9 @@ def deliver(error: BaseException) -> None:
 
 
 def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
-    """Return the first of the errors of several operations; None if the program was given one of them, see `deliver`.
+    """Return the first of the errors of several operations, unless the program was given one of them (`deliver`).
+
+    Return None if there are no errors, or if the program was given one.
 
     `close()` of a group or a Manager raises an undelivered error: otherwise the program would take the contents of its
     arrays for results. (Which threads were given an error is noted in its attribute `_informed`, if it has one, see
@@ -190,8 +197,8 @@ def undelivered(errors: Sequence[BaseException]) -> BaseException | None:
 
 
 class NcclUnsupported(NcclError):
-    """Report something that the loaded NCCL does not have; the message names the version that does."""
+    """Report something that the loaded library cannot do; the message names the version that can, if there is one."""
 
 
 class LibraryNotFound(NcclError):
-    """Report that no usable library was found; the message lists every place searched."""
+    """Report that no usable NCCL or CUDA driver was found; the message says why, or lists every place searched."""

@@ -17,19 +17,21 @@ class ForeignFile(OSError):
 
 
 def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
-    """Return why a folder is not for this user alone, as the end of a sentence that begins with its path, or "".
+    """Return why a folder is not for this user alone; "" if it is.
+
+    The reason is the end of a sentence that begins with the folder's path.
 
     Parameters
     ----------
     path
         The folder; a link is not followed.
     secret
-        Whether other users must not even read it.
+        Whether other users must have no access to the folder. If False, they may read it.
 
     Raises
     ------
     OSError
-        If it does not exist.
+        If the folder does not exist.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -44,11 +46,11 @@ def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
 
 
 def why_exposed(path: str | os.PathLike[str]) -> str:
-    """Return how another user could change or replace a folder, as a sentence; "" if none could.
+    """Return how another user could change or replace a folder, as a sentence; "" if no other user could.
 
-    Each folder on the way must belong to root or to this user, and no other user may write to it, unless it is sticky
-    as /tmp is. Each link on the way must belong to root or to this user too, and is followed. The folder itself must
-    be this user's, and no link.
+    Each folder on the way must belong to root or to this user, and other users may write to it only if it is sticky,
+    as /tmp is. Links on the way are followed, and must belong to root or to this user too. The folder itself must
+    belong to this user, be closed to writes of other users, and be no link.
     """
     at, left, links = "/", _parts(os.path.abspath(path)), 0
     while left:
@@ -91,7 +93,7 @@ def _owned_by_another(status: os.stat_result) -> str:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder, and missing ones above it, for this user alone; leave one that exists as it is."""
+    """Make a folder, and missing folders above it, for this user alone; leave folders that exist as they are."""
     try:
         os.mkdir(path, 0o700)
     except FileNotFoundError:
@@ -106,16 +108,16 @@ def make_folder(path: str) -> None:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Return a descriptor of an ordinary file of this user; a new one is for this user alone.
+    """Open an ordinary file of this user and return its descriptor; a file that is created is for this user alone.
 
-    The call never blocks, as the opening of a pipe could, and follows no link.
+    The call never blocks, as the opening of a pipe could. A link at the path is not followed.
 
     Raises
     ------
     ForeignFile
-        If something else is at the path.
+        If a link, a file of another user, or something that is not an ordinary file is at the path.
     OSError
-        As `os.open` does.
+        If `os.open` fails, for example for a folder that is to be written.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)

@@ -1,4 +1,8 @@
-"""The flight recorder: the last operations of this process, always recorded, to diagnose hangs."""
+"""The flight recorder: the last operations of this process, to diagnose hangs.
+
+Operations that return a `Work` are recorded unless `resize(0)` was called, calls of plain communicators only after
+`record_all`.
+"""
 
 from ncclpy.engine.recorder import dump, record_all, resize, snapshot
 

@@ -116,14 +116,19 @@ def run_ranks(
     Raises
     ------
     BaseException
-        The first error that is no consequence of another rank's failure. Timeouts, errors about another rank and
-        aborts count as consequences; if there are no other errors, the first of them is raised, an abort last. The
-        errors of the other ranks are its notes.
+        The first error that is no consequence of another rank's failure. Consequences are timeouts, errors about
+        another rank, aborts, and any `NcclError` that arrives after the first failure. If there are only consequences,
+        the first of them is raised, an abort only if there is nothing else. The errors of the other ranks are its
+        notes.
     TimeoutError
-        If ranks are not done in time. The message says where each of them is. Threads cannot be ended and are left
-        behind; processes are killed.
+        If ranks are not done in time, or within 5 s after the first failure, and all errors are consequences. The
+        message says where each of these ranks is. Threads cannot be ended and are left behind; processes are killed.
     RuntimeError
         If the process of a rank outside `killed` dies, or if a rank in `killed` returns.
+    ValueError
+        If there are fewer devices than ranks, if `killed` names other ranks, or if `env` or `killed` is given for threads.
+    TypeError
+        If `body`, `args` or `config` cannot be pickled for processes.
     """
     if (env or killed) and not processes:
         raise ValueError("env and killed are for processes of their own: pass processes=True")
@@ -243,7 +248,7 @@ class _Threads:
                 return None
 
     def stop(self) -> None:
-        """Abort the communicators; one that is still being made is aborted by its rank."""
+        """Abort the communicators; the thread of a rank aborts a communicator that is made later."""
         self._stopping = True
         with ncclpy.group():
             for comm in list(self._comms.values()):
@@ -337,16 +342,16 @@ class _Processes:
                 pipe.send("stop")
 
     def where(self, rank: int) -> str:
-        """Return the stack of a rank's process at the time when it was asked to stop."""
+        """Return the stack of a rank's process when it was asked to stop, or text that says that it does not answer."""
         return self._stacks.get(rank, f"  process {self._processes[rank].pid}, which does not answer\n")
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill the processes that still run; if all ranks have reported, first give them time to exit."""
         deadline = time.monotonic() + _GRACE
         for process in self._processes:
             if process.pid is None:
                 continue  # it was never started
-            if not self._pipes:  # all have reported, and only have to exit
+            if not self._pipes:  # all ranks have reported
                 process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
@@ -363,7 +368,7 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
     comms: list[ncclpy.Communicator] = []
 
     def tell(kind: str, content: Any, text: str = "") -> None:
-        message = multiprocessing.reduction.ForkingPickler.dumps((kind, content, text))  # before the lock: it may fail
+        message = multiprocessing.reduction.ForkingPickler.dumps((kind, content, text))  # may raise: no lock yet
         with lock:
             pipe.send_bytes(message)
 
@@ -390,12 +395,15 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
         try:
             pickle.loads(pickle.dumps(error))
             tell("error", error, text)
-        except Exception:  # it cannot be pickled or unpickled
+        except Exception:  # `error` cannot be pickled or unpickled
             tell("error", None, text)
 
 
 def _rebuilt(rank: int, error: BaseException | None, text: str) -> BaseException:
-    """Return the error of a process as one of this process, with the traceback that it had there."""
+    """Return the error of a process, with its traceback there as the cause.
+
+    `error` is None for an exception that cannot be pickled: a `RuntimeError` stands for it.
+    """
     if error is None:
         last = text.strip().rpartition("\n")[2]
         error = RuntimeError(f"rank {rank} raised what cannot be pickled: {last}")

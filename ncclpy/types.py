@@ -1,6 +1,6 @@
 """NCCL's enums and the unique id, with conversions; and `Need`, a typed reference to a higher layer's function.
 
-A data type or an operator may be given as an enum member, its name or, for types, a numpy dtype.
+A data type or an operator may be given as an enum member, its number or its name; a data type also as a dtype.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _OP_NAMES = {member.name.lower(): member for member in ReduceOp} | {"average": R
 
 
 def as_datatype(value) -> DataType:
-    """Return the `DataType` that `value` stands for: a member, its number, a name, or a numpy dtype.
+    """Return the `DataType` that `value` stands for: a member, its number, a name, or a dtype of numpy or torch.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def as_datatype(value) -> DataType:
 
 
 def as_op(value) -> int:
-    """Return the `ncclRedOp_t` number of a member, a name, or an operator made by `Communicator.pre_mul_sum`."""
+    """Return the `ncclRedOp_t` number of a member, a name, or a number; refuse a `CustomOp`, which `op_code` reads."""
     if isinstance(value, (int, np.integer)):
         return as_integer(value, "op", 0, MAX_INT)
     if isinstance(value, str):

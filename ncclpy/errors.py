@@ -145,8 +145,8 @@ class NcclError(RuntimeError):
 class NcclTimeout(NcclError, TimeoutError):
     """Report that a deadline has passed.
 
-    Past the ``timeout=`` of a wait for a `Work` or a store, only the wait has ended. Past the deadline of a communicator
-    or of a group of ranks, its communicators were aborted.
+    Past the ``timeout=`` of a wait for a `Work` or a store, only the wait has ended. Past the deadline of a
+    communicator or of a group of ranks, its communicators were aborted.
 
     Attributes
     ----------

@@ -126,7 +126,8 @@ def run_ranks(
     RuntimeError
         If the process of a rank outside `killed` dies, or if a rank in `killed` returns.
     ValueError
-        If there are fewer devices than ranks, if `killed` names other ranks, or if `env` or `killed` is given for threads.
+        If there are fewer devices than ranks, if `killed` has a number that is no rank, or if `env` or `killed` is
+        given for threads.
     TypeError
         If `body`, `args` or `config` cannot be pickled for processes.
     """
@@ -157,7 +158,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
     reports: dict[int, _Report] = {}
     stuck: list[int] = []
     late: set[int] = set()
-    when = ""
+    when = ""  # set once the ranks are told to stop: the time at which stuck ranks were not done, for the error
     while len(reports) < nranks:
         report = ranks.next(max(0.0, deadline - time.monotonic()))
         if report is not None:
@@ -177,7 +178,7 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
             break
     if not when:
         return [reports[rank].value for rank in range(nranks)]
-    # In order of arrival, but errors that follow from others last.
+    # `ordered` has the errors in the order of arrival, but consequences of other errors last.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
     # Any NcclError that arrives after the ranks were stopped counts as a consequence: the stop may have caused it, for
     # example on a rank that joined too late.
@@ -342,11 +343,11 @@ class _Processes:
                 pipe.send("stop")
 
     def where(self, rank: int) -> str:
-        """Return the stack of a rank's process when it was asked to stop, or text that says that it does not answer."""
+        """Return the stack that a rank's process sent when it was asked to stop, or say that it does not answer."""
         return self._stacks.get(rank, f"  process {self._processes[rank].pid}, which does not answer\n")
 
     def end(self) -> None:
-        """Kill the processes that still run; if all ranks have reported, first give them time to exit."""
+        """Kill the processes; if all ranks have reported, first give the processes time to exit."""
         deadline = time.monotonic() + _GRACE
         for process in self._processes:
             if process.pid is None:

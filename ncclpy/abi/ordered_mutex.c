@@ -100,7 +100,7 @@ void ncclpy_lock_wanted(ncclpy_lock lock, const void* which) {
 }
 
 void ncclpy_lock_taken(ncclpy_lock lock, const void* which) {
-  if (count == MAX_HELD) fail("it takes %s (%p), and holds the most locks that fit", rules[lock].words, which);
+  if (count == MAX_HELD) fail("it takes %s (%p), but no further lock can be recorded", rules[lock].words, which);
   held[count].lock = lock;
   held[count].which = which;
   count++;

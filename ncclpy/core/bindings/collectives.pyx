@@ -1,9 +1,9 @@
 """NCCL's collectives, point-to-point and one-sided operations.
 
 Buffers, communicators and streams are ints, counts are in elements, `datatype` and `op` are ints or members of
-`DataType` and `ReduceOp`. A call queues its work on `stream` and returns before the data are there. Its result is
-``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator, which must then be polled.
-Inside a group a call only records the work; NCCL may report a wrong argument only when the group ends.
+`DataType` and `ReduceOp`. An operation queues its work on `stream` and returns before the data are there. Its result
+is ``Result.SUCCESS``, or ``Result.IN_PROGRESS`` on a nonblocking communicator, which must then be polled.
+Inside a group an operation only records the work; NCCL may report a wrong argument as late as the group's end.
 """
 
 from libc.stdint cimport uintptr_t
@@ -276,11 +276,12 @@ def group_end():
 def group_simulate_end():
     """End a group without launching it; return NCCL's estimate of the time it would take, in microseconds.
 
-    -1.0 if NCCL made no estimate. C: ``ncclGroupSimulateEnd`` (2.22).
+    C: ``ncclGroupSimulateEnd`` (2.22).
 
     Returns
     -------
     float
+        -1.0 if NCCL made no estimate.
     """
     cdef ncclSimInfo_t info
     require(<void*>nccl.ncclGroupSimulateEnd, b"ncclGroupSimulateEnd")
@@ -354,7 +355,7 @@ def wait_signal(descriptors, uintptr_t comm, uintptr_t stream):
     Parameters
     ----------
     descriptors : sequence of (int, int, int, int)
-        For each peer to wait for: number of operations, peer, signal index, context.
+        For each peer to wait for: number of signals, peer, signal index, context.
     comm, stream : int
         Communicator and stream.
 

@@ -3,9 +3,10 @@
 A communicator is an int, the ``ncclComm_t``; 0 is none. An int that is no communicator crashes the process, as in C.
 
 NCCL may write a child communicator after the call has returned: on a nonblocking parent, or in a group. `comm_split`,
-`comm_shrink` and `comm_grow` therefore return a `PendingHandle`. Poll the parent with `comm_get_async_error`; once
-the result is ``SUCCESS``, ``value`` is the child, 0 if this rank has none. ``config=None`` gives the child its
-parent's configuration.
+`comm_shrink` and `comm_grow` therefore return a `PendingHandle`. After the group's end, poll the parent with
+`comm_get_async_error`; once the result is ``SUCCESS``, ``value`` is the child, 0 if this rank has none.
+``config=None`` gives the child its parent's configuration; a new rank of `comm_grow`, which has no parent, gets NCCL's
+defaults.
 
 The collectives with a configuration take and return the same as the plain calls in `collectives`; their `config` is a
 `CollConfig`, or ``None`` for NCCL's defaults. The configuration is read during the call.
@@ -41,9 +42,9 @@ cdef class PendingHandle:
 
 Hold a communicator or window that NCCL writes now or later; it can be passed wherever the int can.
 
-    On a nonblocking communicator, or inside a group, NCCL writes the handle after the call has returned, to memory of
-    this object. If the object is dropped before NCCL has written, that memory is never freed: a few bytes are lost,
-    and nothing is overwritten.
+    On a nonblocking communicator, or inside a group, NCCL may write the handle after the call has returned, to memory
+    of this object. That memory is freed with the object only if NCCL will not write it any more. Otherwise a few bytes
+    are lost: if NCCL has written no handle until then, and always after `comm_grow`, in which NCCL writes twice.
 
     Attributes
     ----------
@@ -142,7 +143,9 @@ def get_unique_id():
 
 
 def comm_init_rank(int nranks, unique_id, int rank):
-    """Make rank `rank` of a communicator of `nranks` on the current device; wait for the other ranks.
+    """Make rank `rank` of a communicator of `nranks` on the current device.
+
+    The call, or the end of the group around it, waits for the other ranks.
 
     Parameters
     ----------
@@ -295,9 +298,9 @@ def comm_init_all(devices):
 
 
 def comm_finalize(uintptr_t comm):
-    """Flush all work of the communicator, on every rank; poll until that is done, then destroy the communicator.
+    """Flush all work of the communicator; every rank makes this call, and destroys the communicator afterwards.
 
-    Returns ``Result.SUCCESS`` or ``Result.IN_PROGRESS``. C: ``ncclCommFinalize``.
+    Returns ``Result.SUCCESS``, or ``Result.IN_PROGRESS``: then poll until the flush is done. C: ``ncclCommFinalize``.
     """
     cdef int result
     require(<void*>nccl.ncclCommFinalize, b"ncclCommFinalize")

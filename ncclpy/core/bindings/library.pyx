@@ -1,7 +1,7 @@
-"""NCCL's functions for the library itself, and the host side of its device API.
+"""NCCL's functions for the library itself, for memory and windows, and the host side of its device API.
 
-A team is an int triple, `Team`. Device communicators and their requirements are structs of the ``nccl_device.h`` that
-the caller uses: both are passed as addresses.
+A team is a `Team` or another sequence of three ints. Device communicators and their requirements are structs of the
+``nccl_device.h`` that the caller uses: both are passed as addresses.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t, int8_t, uint16_t, uint32_t, uint64_t, uint8_t, uintptr_t
@@ -54,7 +54,7 @@ class CommProperties(NamedTuple):
     cft_counted_support: bool | None
 
 
-# It is not documented how long NCCL reads the key of ncclSetEncryption: the last key is kept alive.
+# The last key of `set_encryption`, kept alive: it is not documented how long NCCL reads it.
 _psk = None
 
 
@@ -86,7 +86,7 @@ def get_last_error(uintptr_t comm=0):
 
 
 def set_encryption(int mode, psk=None):
-    """Encrypt NCCL's TCP connections, before the first communicator is made.
+    """Set whether NCCL encrypts its TCP connections; call this before the first communicator is made.
 
     Parameters
     ----------
@@ -349,7 +349,7 @@ def comm_window_register(uintptr_t comm, uintptr_t buff, size_t size, int flags=
     Returns
     -------
     PendingHandle
-        The window, written when the outermost group ends; 0 if windows are not supported.
+        The window; inside a group it is written when the outermost group ends. 0 if windows are not supported.
         C: ``ncclCommWindowRegister`` (2.27).
     """
     cdef int result
@@ -595,7 +595,9 @@ def team_rail(uintptr_t comm):
 
 
 def team_cft(uintptr_t comm, int mode=0):
-    """Return the CFT `Team`; `mode` is 0 flat, 1 hierarchical by multicast, 2 local team. C: ``ncclTeamCft`` (2.31).
+    """Return the CFT `Team`; `mode` is 0 flat, 1 hierarchical by multicast, 2 hierarchical by local team.
+
+    C: ``ncclTeamCft`` (2.31).
     """
     cdef ncclTeam_t team
     require(<void*>nccl.ncclTeamCft, b"ncclTeamCft")

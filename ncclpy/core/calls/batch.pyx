@@ -1,7 +1,8 @@
 """A batch of calls: lock, check, ncclGroupStart, issue, ncclGroupEnd, poll.
 
-This is the only module that makes several calls of NCCL together: for a group's end, a plan, a captured graph, and a
-launch of the Manager, in any thread. All of it runs without the GIL.
+All calls of several operations together are made here: for a group's end, a plan, a captured graph, and a launch of a
+Manager or a process group, in any thread. (`operation.issue` also makes a group of calls, for a single operation such
+as a gather.) Only `note_arrival` needs the GIL.
 """
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
@@ -97,12 +98,12 @@ cdef bint _lock(const CallBatch* batch, double until) noexcept nogil:
     return True
 
 
-cdef void _unlock(const CallBatch* batch, size_t first) noexcept nogil:
-    """Release the locks of the first `first` entries."""
+cdef void _unlock(const CallBatch* batch, size_t nlocked) noexcept nogil:
+    """Release the locks of the first `nlocked` entries."""
     cdef size_t i, count, pitch
     cdef char* at = _handles(batch, &count, &pitch)
     cdef PyObject* last = NULL
-    for i in range(min(first, count)):
+    for i in range(min(nlocked, count)):
         if (<PyObject**>at)[0] != last:
             last = (<PyObject**>at)[0]
             (<Handle>last).unlock()
@@ -110,7 +111,11 @@ cdef void _unlock(const CallBatch* batch, size_t first) noexcept nogil:
 
 
 cdef ncclResult_t _fill_operations(CallBatch* batch, bint* watched, bint* precall_hooks) noexcept nogil:
-    """Fill the communicators into the operations, under their locks; return WAS_ABORTED if one has ended."""
+    """Fill communicators and sequence numbers into the operations, under the communicators' locks.
+
+    Note the operations for other ranks that may ask; set `watched` and `precall_hooks` if any communicator has a
+    watchdog or a pre-call hook. Return WAS_ABORTED if a communicator has ended.
+    """
     cdef size_t i
     cdef char* at = batch.steps
     cdef Operation* operation
@@ -149,7 +154,10 @@ cdef ncclResult_t _fill_operations(CallBatch* batch, bint* watched, bint* precal
 
 
 cdef void _begin_watching(CallBatch* batch) noexcept nogil:
-    """Report calls to the watchdog; if `marked`, set a mark for each run of steps on one communicator and stream."""
+    """Report calls to the watchdog, once for each run of steps on one communicator and stream.
+
+    If the batch is `marked`, each run gets a mark.
+    """
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
@@ -214,9 +222,10 @@ cdef void record_behind_late_calls(const CallBatch* batch) noexcept nogil:
 
 
 cdef void poll_calls(CallBatch* batch) noexcept nogil:
-    """Poll the communicators until the calls are issued or late; the batch gets the first failure.
+    """Poll the communicators until the calls are issued, have failed or are late.
 
-    Each step also gets its own result, so that all late communicators can be aborted.
+    The batch gets the first failure. Each step also gets its own result, so that all late communicators can be
+    aborted.
     """
     cdef size_t i
     cdef Step* step

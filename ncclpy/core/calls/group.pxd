@@ -25,14 +25,15 @@ cdef class Group:
     cdef PyObject* recent  # the communicator of the last operation
     cdef list handles  # every communicator of the group, once
     cdef list inits  # (index of the operation, the communicator that it makes)
-    # For data in CPU memory, the streams that the group's end waits for: (handle, stream as int, seconds).
+    # The streams that the group's end waits for, since the caller has given no stream, and its data are in CPU memory
+    # or it has no data (a barrier): (handle, stream as int, seconds).
     cdef list waits
     cdef PyObject* awaited  # the handle of the last entry of `waits`; its stream and limit follow
     cdef CUstream awaited_stream
     cdef double awaited_limit
     cdef bint may_block  # a call of the group waits for other ranks: the calls are made in a thread of their own
     cdef bint watched  # a communicator of the group has a deadline that the watchdog enforces
-    cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
+    cdef bint bare  # the group has one call, which is made without ncclGroupStart and ncclGroupEnd
     cdef double limit  # seconds for each wait at the group's end; FOREVER for the communicators' own limits
     cdef CallBatch calls  # the calls and their outcome
     cdef ncclSimInfo_t info
@@ -49,7 +50,7 @@ cdef class Group:
     cdef int finish(self) except -1
     # Note that the group has calls on a communicator.
     cdef int note_communicator(self, Handle handle) except -1
-    # Have the group's end wait for a stream with operations on data in CPU memory.
+    # Have the group's end wait for the communicator's own stream, on which the caller has no means to wait.
     cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1
     # Drop the operations from number `start` on.
     cdef int drop(self, size_t start) noexcept

@@ -86,7 +86,8 @@ Record the calls of a ``with`` block and start them together when the outermost 
     Notes
     -----
     If a communicator of the group fails, the others are still waited for, each until its deadline (for 5 s if it has
-    none); then the first error is raised, with the others as notes. If a signal handler raises, all are aborted.
+    none); then the first error is raised, with the others as notes. If a signal handler raises after NCCL was called,
+    all are aborted.
     """
 
     def __cinit__(self, bint simulate=False, timeout=None):
@@ -146,7 +147,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
         return False
 
     cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1:
-        """Have the group's end wait for a stream with operations on data in CPU memory."""
+        """Have the group's end wait for the communicator's own stream, on which the caller has no means to wait."""
         if self.awaited != <PyObject*>handle or self.awaited_stream != stream or self.awaited_limit != limit:
             self.waits.append((handle, <uintptr_t>stream, limit))
             self.awaited, self.awaited_stream, self.awaited_limit = <PyObject*>handle, stream, limit
@@ -219,7 +220,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
             self.handles = self.inits = self.waits = self.to_abort = self.places = None
             self.drop(0)
             Py_DECREF(self)
-            # Whether or not the calls succeeded: an abort that was asked for is always done.
+            # Whether or not the calls succeeded: a communicator with `abort_at_end` is always aborted.
             if to_abort is not None:
                 abort_handles(to_abort, ABORT_DEADLINE, "aborted in a group")
 
@@ -252,7 +253,7 @@ cdef int set_current(PyObject* group) noexcept:
 
 
 cdef int _forget(Group group, size_t start) except -1:
-    """Drop what was recorded from `start` on; nothing of it has reached NCCL."""
+    """Drop the operations from `start` on, which have not reached NCCL, and the communicators that they would make."""
     cdef Handle child
     cdef size_t i
     if group.count == start:
@@ -287,7 +288,7 @@ cdef int check_together(list handles, set newborn) except -1:
 
 cdef int check_memory(Group group) except -1:
     """Raise if an operation writes memory that another one uses: a group runs its operations at the same time."""
-    cdef uint64_t number
+    cdef uint64_t group_digest
     cdef int nranks
     cdef Handle handle
     cdef Held* held = group.held
@@ -299,13 +300,13 @@ cdef int check_memory(Group group) except -1:
         for handle in group.handles:
             if handle.nranks != nranks:  # the sizes of what is read and written depend on it
                 return _compare_memory(group)
-    number = digest_begun(nranks)
+    group_digest = digest_begun(nranks)
     while held != end:
-        number = digest(number, &held.step.operation)
+        group_digest = digest(group_digest, &held.step.operation)
         held += 1
-    if not known_apart(number):  # else such a group was checked before
+    if not known_apart(group_digest):  # otherwise a group with the same operations was checked before
         _compare_memory(group)
-        note_apart(number)
+        note_apart(group_digest)
     return 0
 
 
@@ -348,8 +349,8 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
 cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting, CUstream stream) except -1:
     """Make the calls when other threads have released the communicators; signal handlers run meanwhile.
 
-    If `waiting` is given, wait for the stream after the calls; the GIL is released once for calls and wait, as it is
-    for a single call.
+    If `waiting` is not NULL, wait for the stream after the calls: the GIL is released once for calls and wait, as it
+    is for a single call. If the communicators are not released in time, abort and raise NcclTimeout.
     """
     cdef bint made
     cdef double started = now(), deadline = started + _limit_of(group, group.handles)
@@ -418,12 +419,12 @@ cdef int _call_in_thread(Group group) except -1:
         try:
             end_call(concerned, batch, [child for _, child in group.inits], why, error)
         finally:  # also after a second Ctrl-C
-            hold([group.kept_objects(), concerned, group], [batch], f"what a call of NCCL needs that was left: {why}")
+            hold([group.kept_objects(), concerned, group], [batch], f"objects that a call may still use: {why}")
         raise
 
 
 cdef int _launch(Group group) except -1:
-    """Make the recorded calls, and wait for communicators that are made and for data in CPU memory."""
+    """Make the recorded calls; wait for communicators that are made and for the streams in `waits`."""
     if _handles.tracer is not None and not group.simulate:
         return _launch_traced(group, _handles.tracer)
     return _launch_and_wait(group)
@@ -442,10 +443,10 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
         if step.operation.kind >= WINDOW:
             noted.append(None)
             continue
-        # An estimate before the locks are taken: a dump shows it while the calls are stuck.
-        number = <uintptr_t>step.handle
-        step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(number, 0)
-        earlier[number] = earlier.get(number, 0) + 1
+        # The locks are not taken yet, so this sequence is an estimate: a dump shows it while the calls are stuck.
+        handle_id = <uintptr_t>step.handle
+        step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(handle_id, 0)
+        earlier[handle_id] = earlier.get(handle_id, 0) + 1
         place = group.places[i] if <Py_ssize_t>i < nplaces else None
         noted.append(tracer.begin(<Handle>step.handle, &step.operation, place))
     failure = None
@@ -469,7 +470,7 @@ cdef int _launch_traced(Group group, CallTracer tracer) except -1:
 
 
 cdef int _explain(CallTracer tracer, list noted, object error) except -1:
-    """Add to an error where the first operations of a group were called."""
+    """Add to an error where the first operations of a group, at most MAX_EXPLAINED, were called."""
     cdef int remaining = MAX_EXPLAINED
     for each in noted:
         if each is not None and remaining > 0:
@@ -493,7 +494,7 @@ cdef int _launch_and_wait(Group group) except -1:
 
 
 cdef int _launch_counted(Group group, Waiting* wait) except -1:
-    """Make the calls and wait for them. A wait for a single stream uses `wait`, which is NULL if there is no wait."""
+    """Make the calls and wait for them. `wait` is memory for the wait for a single stream; NULL without `waits`."""
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)
@@ -582,7 +583,7 @@ cdef double _deadline_of(Group group, double limit, list errors) noexcept:
 cdef int _await_members(Group group, Waiting* only_wait) except -1:
     """Wait for all members, even if some fail; raise the first error with the others as notes.
 
-    `only_wait`: the only wait for CPU memory, if it was made together with the calls; else NULL.
+    `only_wait`: the wait for the only stream in `waits`, if it was made together with the calls; else NULL.
     """
     cdef Handle handle, child
     cdef list errors = [], children = [], handles = group.handles, together = handles

@@ -39,8 +39,8 @@ cdef int submit(
 ) except -1:
     """Make a call at once, or have the thread's group record it.
 
-    With `wait_host` the data are in CPU memory and the caller has no stream to wait for: the call, or the end of the
-    group, returns once the operation has run.
+    With `wait_host` the caller has no stream to wait for: the call, or the end of the group, returns once the
+    operation has run.
     """
     cdef ncclResult_t result
     cdef Group group
@@ -68,7 +68,8 @@ cdef int _submit_traced(
 ) except -1:
     """Make a call at once, and report it to the tracer."""
     cdef Operation* reported = _reported_call(operation)
-    reported.sequence = handle.sequence  # an estimate, without the lock: a dump shows it while the call is stuck
+    # The lock is not taken yet, so this sequence is an estimate: a dump shows it while the call is stuck.
+    reported.sequence = handle.sequence
     noted = tracer.begin(handle, reported, None)
     suppress_reports()
     try:
@@ -89,7 +90,7 @@ cdef int _submit_traced(
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
-    """Make a call on CPU memory and wait for it.
+    """Make a call and wait for its operation.
 
     The call counts in `Handle.waiters` too, so a close waits for the call and for the wait.
     """
@@ -141,7 +142,10 @@ cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit)
 cdef inline ncclResult_t _call(
     Handle handle, Operation* operation, bint wait_host, double limit, double until
 ) noexcept nogil:
-    """Make a call under the communicator's lock; return LOCK_BUSY if another thread holds the lock until `until`."""
+    """Make a call under the communicator's lock and return its result.
+
+    Return LOCK_BUSY if another thread holds the lock until `until`, and WAS_ABORTED if the communicator has ended.
+    """
     cdef ncclResult_t result
     cdef Mark* mark
     cdef bint lent
@@ -162,7 +166,7 @@ cdef inline ncclResult_t _call(
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.in_flight.watched:
-        # A thread that waits for CPU memory enforces the deadline itself.
+        # With `wait_host` the calling thread enforces the deadline itself.
         mark = handle.enter_call(_reported_call(operation), limit) if not wait_host else NULL
         result = issue(operation)
         handle.leave_call(mark, result == ncclSuccess)
@@ -177,7 +181,10 @@ cdef inline ncclResult_t _call(
 
 
 cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
-    """Make a call once other threads have released the communicator's lock; run signal handlers until then."""
+    """Make a call once other threads have released the communicator's lock; run signal handlers until then.
+
+    If the lock is not released within `limit` seconds, abort the communicator and raise NcclTimeout.
+    """
     cdef ncclResult_t result
     cdef double started = now(), deadline = deadline_after(limit)
     while True:
@@ -245,7 +252,7 @@ cdef int check_may_make(Group group, str what) except -1:
 
 
 cdef int issue_init(Handle parent, Handle child, Operation* operation) except -1:
-    """Make the call that makes `child`, or have the thread's group record it. `parent` is None for a new clique."""
+    """Make the call that makes `child`, or have the thread's group record it; `parent` is None without a parent."""
     cdef Group group
     if open_group() != NULL:
         group = <Group>open_group()

@@ -1,9 +1,9 @@
 """The communicator: one rank of a clique, and its operations.
 
-Each method reads and checks its arguments (`arguments.validation`) and submits one NCCL call (`start`). Operations are
-enqueued on a stream and return at once; arrays in CPU memory (the host engine) have no stream, so with ``stream=None``
-the call returns when their data are there. Operations that NCCL lacks (parts of different sizes, the barrier) are
-composed of NCCL's calls.
+Each method reads and checks its arguments (`arguments.validation`) and submits one NCCL call (`start`). The call
+enqueues the operation on a stream and returns at once. With ``stream=None``, arrays in CPU memory (the host engine),
+barriers and signals have no stream: the call returns when the operation is done. Operations that NCCL lacks (parts of
+different sizes, the barrier) are composed of NCCL's calls.
 """
 
 from ncclpy.core.arguments.buffers cimport View
@@ -31,8 +31,8 @@ cdef class Communicator(Lifecycle):
 
 Take part in collectives as one rank of a clique (`ncclComm_t`).
 
-    Make it with `init`, `init_all`, `split`, `shrink`, `grow`, `join` or `from_handle`; end it with `close`, or use it
-    in a ``with`` statement.
+    Make it with `init`, `init_all`, `from_env`, `from_mpi`, `split`, `shrink`, `grow`, `join` or `from_handle`; end it
+    with `close`, or use it in a ``with`` statement.
 
     Buffers are numpy, torch or CuPy arrays, objects with ``__cuda_array_interface__`` or ``__dlpack__``, cuda.core
     buffers, `ncclpy.Buffer` or ``(pointer, count, dtype)``. They must be C-contiguous, on this communicator's device
@@ -43,7 +43,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     size.
 
     ``stream`` is any stream object or handle; by default the current stream of the array's framework, or the legacy
-    default stream if there is none. Arrays in CPU memory have no stream: the call waits for their data.
+    default stream if there is none. Arrays in CPU memory have no current stream: the call waits for their data.
 
     Calls on one communicator from several threads are made one after the other.
 
@@ -331,8 +331,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             What is sent.
         peer : int or None
             The rank that receives. With None, as with MPI's ``PROC_NULL``, the call only checks its arguments, and
-            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``. So do this
-            rank's sends to itself and the receives for them, which are matched in their order.
+            `buf` may be None. Sends and receives that wait for each other belong in one ``ncclpy.group()``, and so do
+            this rank's sends to itself and their receives: the first send matches the first receive, and so on.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -380,7 +380,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
     def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
         """Send to one rank and receive from the same or another rank: `ncclSend` and `ncclRecv` in one group.
 
-        Errors are those of the group: they name `ncclGroupEnd`.
+        With both ranks, errors are those of the group: they name `ncclGroupEnd`.
 
         Parameters
         ----------
@@ -444,7 +444,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         ----------
         send : buffer
             The data to write. The buffer must lie in a symmetric window of this communicator, `window` or another;
-            once the work is done, it may be written to again.
+            it must not change until the work is done.
         window : Window
             A window of this communicator.
         peer : int

@@ -22,10 +22,12 @@ cdef class CommCall(Call):
     cdef bint abort_only  # a finalization would wait for an aborted rank: the communicator is aborted instead
     cdef bint abort_frees  # NCCL frees the communicator at that abort, see `abort.is_freed`
     cdef double deadline  # of the finalization that precedes the destruction
-    cdef ncclWindow_t* window  # the variable that holds the window; set to NULL before NCCL deregisters the window
-    cdef object window_owner  # keeps the memory of that variable
+    # DEREGISTER_WINDOW: the variable that holds the window, set to NULL before NCCL deregisters the window; and the
+    # object that owns the variable.
+    cdef ncclWindow_t* window
+    cdef object window_owner
     cdef ncclResult_t result
-    cdef char* message  # NCCL's last error message, of the thread that made the call
+    cdef char* message  # NCCL's message for `result`, read by the thread that made the call; NULL without an error
 
     # Make the call and wait for it; if the wait ends early, end the call as far as possible. `what` is for errors.
     cdef int run_blocking(self, str what, double limit) except -1
@@ -39,10 +41,11 @@ cdef class CommCall(Call):
 # Make the call FINALIZE, REVOKE, SUSPEND or RESUME, and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
 
-# Abort a communicator and its `aborted_together`; within a group, when the group ends.
+# Abort a communicator and its `aborted_together`. Within a group only the communicator is aborted, when the group
+# ends, and `timeout` and `reason` are not used.
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 
-# Close a communicator, its dependent objects first. It is aborted instead if its issued operations do not end within
-# `timeout` seconds, or if it is still being made. (A child that its nonblocking parent is making is waited for: an
-# abort would end the parent too.)
+# Close a communicator, its dependent objects first. The communicator is aborted instead if its issued operations do
+# not end within `timeout` seconds, or if it is still being made. (A child that its nonblocking parent is making is
+# waited for: an abort would end the parent too.)
 cdef int close_comm(Handle handle, object timeout) except -1

@@ -102,7 +102,7 @@ cdef class CommCall(Call):
         if raw != NULL and result == ncclSuccess:
             result = self._destroy_handle(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:
-            # A failed communicator cannot be finalized, and must not leak.
+            # The communicator has failed, or is not finalized in time: it cannot be destroyed, and must not leak.
             nccl.ncclCommAbort(raw)
         if abort_preempts:
             raw = self.comm.detach_handle()
@@ -151,7 +151,8 @@ cdef class CommCall(Call):
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:
         """Wait until a call that NCCL makes in the background is over, and return its result.
 
-        Return ncclInProgress past the deadline and after an abort; ncclSuccess if an abort has taken the handle.
+        Return ncclInProgress past the deadline, or if an abort has begun. Return ncclSuccess if an abort has taken the
+        handle, or if NCCL cannot be asked about it. If `raw` is NULL, do not wait: ncclInProgress becomes ncclSuccess.
         """
         cdef ncclResult_t state
         cdef double started = now()
@@ -199,10 +200,9 @@ cdef class Destruction(CommCall):
     A local peer that was aborted never joins NCCL's barrier: then this communicator is aborted as well.
     """
 
-    # Each flag is set under the GIL, in one step with a check of the other: the call has returned; `wait` has returned
-    # although the call has not.
-    cdef bint returned
-    cdef bint left_behind
+    # A thread sets its flag and checks the other one without releasing the GIL in between.
+    cdef bint returned  # the call has returned
+    cdef bint left_behind  # `wait` has returned although the call had not
 
     cdef int make(self) except -1:
         CommCall.make(self)
@@ -216,6 +216,7 @@ cdef class Destruction(CommCall):
         return 0
 
     cdef bint wait(self, double deadline) except -1:
+        """Wait until the call has returned or can be left behind; return False past the deadline."""
         cdef double started = now()
         cdef double patience = _UNKNOWN_PATIENCE
         cdef DeviceWait idle = None
@@ -243,7 +244,7 @@ cdef class Destruction(CommCall):
         return True
 
     cdef int wait_for_local_peers(self, double deadline) except -1:
-        """Wait for the calls that closes of local peers have left behind; return at once if a local peer is open."""
+        """Wait for the calls that closes of local peers have left behind, unless a local peer is open."""
         if _are_open(local_peers_of(self.comm)):
             return 0
         for _, call in left_closes_of(self.comm):
@@ -252,7 +253,7 @@ cdef class Destruction(CommCall):
 
 
 cdef bint _waits_for_local_peers() except -1:
-    """Whether NCCL, when it ends a communicator, waits for the communicator's other ranks in this process."""
+    """Return whether NCCL, when it ends a communicator, waits for the communicator's other ranks in this process."""
     return not abort_preempts and version_code() >= FINALIZE_BARRIER_VERSION
 
 
@@ -286,7 +287,7 @@ cdef int call_blocking(Handle handle, int kind) except -1:
 
 
 cdef int abort_now(Handle handle, object timeout, object reason="abort") except -1:
-    """Abort a communicator and its `aborted_together`; within a group, when the group ends."""
+    """Abort a communicator and its `aborted_together`; within a group only the communicator, when the group ends."""
     if not handle.owned:
         raise ValueError(f"{handle!r} is not owned by ncclpy (from_handle): its owner must abort it")
     group = current_group()
@@ -301,7 +302,7 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
 
 
 cdef int close_comm(Handle handle, object timeout) except -1:
-    """Close a communicator, its dependent objects first; abort it if it would wait for ranks that may never join."""
+    """Close a communicator, its dependent objects first; abort it if it is being made or its operations do not end."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
     refuse_nested_wait(handle, b"close")
     with raise_at_end():
@@ -336,7 +337,11 @@ cdef int _close(Handle handle, double limit) except -1:
 
 
 cdef list _end(Handle handle, double limit):
-    """Wait for what was issued, release the dependent objects, and destroy the communicator; return the errors."""
+    """Wait for what was issued, release the dependent objects, and destroy the communicator; return the errors.
+
+    If what was issued does not end in time, abort the communicator and raise. If ncclpy does not own it, only release
+    the dependent objects and drop the handle.
+    """
     cdef Destruction call = Destruction()
     cdef double deadline = deadline_after(limit)
     cdef double started = now()
@@ -378,7 +383,7 @@ cdef list _end(Handle handle, double limit):
         raise
     try:
         failures = _release(handle)
-    except ValueError:  # a window is recorded in a group that has not ended: nothing was released
+    except ValueError:  # a window is used in a group that has not ended: what was not released yet stays usable
         if state_before != FINALIZED:
             handle.become(state_before)  # no effect if the communicator was aborted meanwhile
         raise
@@ -414,14 +419,14 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
         return wait_stream(handle, (<Stream>handle.stream).raw, b"close", deadline)
     except NcclTimeout:
         raise
-    except NcclError:  # an operation failed, or the communicator was revoked: its resources are released nevertheless
-        if handle.state != FINALIZED:
+    except NcclError:  # an operation failed, or the communicator was revoked: the close continues
+        if handle.state != FINALIZED:  # aborted
             raise
     return 0
 
 
 cdef int _wait_for_marked(Handle handle, double deadline, double started) except -1:
-    """Wait for operations with a deadline, which the watchdog cannot enforce while NCCL ends the communicator."""
+    """Wait for operations with a deadline: the watchdog cannot enforce it while NCCL ends the communicator."""
     cdef bint unfinished = handle.in_flight.marks != NULL
     while unfinished:
         with nogil:

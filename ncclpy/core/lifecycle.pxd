@@ -35,8 +35,8 @@ cdef int grow_comm(
 ) except -1
 
 
-# Make the communicators of the class methods `init_all`, `from_env` and `from_mpi` of `cls`. `grow_id_of`: the id that
-# the method `grow_id` returns.
+# Make the communicators of the class methods `init_all`, `from_env` and `from_mpi` of `cls`. `options`: `config`,
+# `timeout` and `abortable`. `grow_id_of` returns what the method `grow_id` returns.
 cdef list init_all_comms(object cls, object devices, dict options)
 cdef object comm_from_env(object cls, object device, dict options)
 cdef object comm_from_mpi(object cls, object comm, object device, dict options)

@@ -67,7 +67,7 @@ cdef str _name_of(object unique_id):
 
 
 cdef object _caller():
-    """Return the Python line that makes a communicator; Cython functions have no frames."""
+    """Return the Python line that makes a communicator: the innermost frame, as Cython functions have no frames."""
     frame = sys._getframe(0)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -89,8 +89,8 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     blocking = None if config is None else config.blocking
     if blocking is None and inherits:
         blocking = not parent.nonblocking  # a parent from from_handle() has no Config with this setting
-    # A communicator that can be ended at any time needs a guard. With NCCL before 2.18, which can make none, the
-    # communicator is nonblocking instead, and every call is polled.
+    # A blocking communicator that can be ended at any time needs a guard. With NCCL before 2.18, which can make no
+    # guard, the communicator is nonblocking instead, and every call is polled.
     endable = blocking is not False and (made.limit != FOREVER or made.abortable)
     guarded = endable and version_code() >= 21801
     made.nonblocking = blocking is False or (endable and not guarded)
@@ -99,7 +99,7 @@ cdef int _prepare_init(Handle made, object config, object timeout, object aborta
     made.init_state.fill(config, guarded, None if blocking is None and not endable else not made.nonblocking)
     made.init_state.init_args.inherits = inherits and not endable
     if guarded:
-        # Before NCCL is called. Overrides that NCCL reads from its configuration file only in the call are not seen.
+        # NCCL's configuration file may override more: NCCL reads it in the call, after which `end_init` checks again.
         warn_of_overrides()
     if parent is not None:
         made.parent = parent
@@ -149,7 +149,8 @@ cdef list init_all_comms(object cls, object devices, dict options):
             for rank, device in enumerate(devices):
                 made.append(cls.init(len(devices), rank, unique_id, device=device, **options))
     except BaseException as error:
-        abort_and_report(made, "init_all did not make them all", error)  # the caller gets no reference to them
+        # The caller gets no reference to the communicators that were made.
+        abort_and_report(made, "init_all did not make them all", error)
         raise
     return made
 
@@ -162,7 +163,7 @@ def device_of(place):
     """Return the ordinal of the device that a process uses, by its place (`ncclpy.bootstrap.Place`)."""
     count = _device.device_count()
     if count == 1:
-        return 0  # each process sees only its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
+        return 0  # usually each process sees only its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)
     if place.local_rank >= count:
         hint = ""
         if _library().engine == "host":
@@ -350,7 +351,7 @@ cdef class Lifecycle(Handle):
         if self.raw == NULL or not self.owned or self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
             return
         if nccl.ncclCommDestroy == NULL or warnings is None:
-            return  # a forked child, or the interpreter is gone
+            return  # in a forked child, or while the interpreter ends
         warnings.warn(
             f"unclosed {self!r}, made at {self.site}; call close(), abort() or use it in a with statement",
             ResourceWarning,
@@ -607,7 +608,10 @@ cdef class Lifecycle(Handle):
 
     @property
     def handle(self):
-        """The `ncclComm_t` as an int, for `ncclpy.bindings` and other libraries; raises if there is none any more."""
+        """The `ncclComm_t` as an int, for `ncclpy.bindings` and other libraries.
+
+        If NCCL is still making the communicator, this may wait for it. After `abort` or `close` this raises.
+        """
         if self.raw == NULL:
             check_alive(self)
         return <uintptr_t>self.raw
@@ -625,8 +629,8 @@ cdef class Lifecycle(Handle):
     def async_error(self):
         """Return NCCL's present `Result` for this communicator (`ncclCommGetAsyncError`).
 
-        Once another of its ranks in this process was aborted, the result is `Result.REMOTE_ERROR`: an operation that
-        has ended since may have wrong data, which NCCL does not report.
+        Once another of its ranks in this process was aborted, `Result.REMOTE_ERROR` stands for `Result.SUCCESS`: an
+        operation that has ended since may have wrong data, which NCCL does not report.
         """
         cdef ncclResult_t result
         if self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
@@ -644,7 +648,7 @@ cdef class Lifecycle(Handle):
             return <int>result
 
     def is_ready(self):
-        """Return whether operations may be submitted without waiting for initialisation."""
+        """Return whether operations may be submitted without waiting; raise if the initialisation fails."""
         cdef ncclResult_t result
         if self.state == INITIALISING:
             with nogil:
@@ -737,7 +741,7 @@ cdef class Lifecycle(Handle):
 
     def resume(self):
         """Allocate again the memory that `suspend` released (`ncclCommResume`, NCCL 2.29.7); all ranks call this."""
-        if self.state != SUSPENDED and self.owned:  # the owner of a handle that is not owned may have suspended it
+        if self.state != SUSPENDED and self.owned:  # a handle from `from_handle` may have been suspended by its owner
             check_alive(self)
             raise ValueError(f"{self!r} is not suspended")
         call_blocking(self, RESUME)
@@ -773,7 +777,8 @@ cdef class Lifecycle(Handle):
         """End the communicator at once, also while another thread is stuck in one of its calls (`ncclCommAbort`).
 
         Work in flight ends without a result. An abort is local: other ranks stay in their calls until they abort as
-        well. Inside ``ncclpy.group()`` several communicators are aborted together, when the group ends.
+        well. Inside ``ncclpy.group()`` several communicators are aborted together, when the group ends; `reason` and
+        `timeout` are then not used.
 
         Parameters
         ----------
@@ -801,13 +806,15 @@ cdef class Lifecycle(Handle):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait; by default the communicator's own. After that, or if a signal handler raises, the
-            communicator is aborted, which ends the work.
+            Seconds to wait for the work; by default the communicator's own. After that, or if a signal handler raises,
+            the communicator is aborted, which ends the work. NCCL may take 3 s more to end the communicator.
 
         Raises
         ------
         NcclTimeout
-            If the work was not done in time; the communicator is aborted.
+            If the work was not done, or NCCL did not end the communicator, in time; the communicator is aborted.
+        ValueError
+            If a window is used in a group that has not ended yet.
         RuntimeError
             If a signal handler that has interrupted this thread's wait for the communicator calls this; it may call
             `abort` instead.

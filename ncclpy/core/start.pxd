@@ -43,7 +43,8 @@ cdef int start_pair(
 cdef int check_unused(int device, object buf, str name, bint receives) except -1
 cdef int start_nothing(Handle comm, object buf, str name, bint receives, object stream, object timeout) except -1
 
-# Submit a call without a buffer of the caller. If no stream is given, wait for the call. `kept` stays alive for it.
+# Submit a call without a buffer of the caller. If no stream is given, the call, or the end of the group, waits for the
+# operation. `kept` is an object that the operation needs, or None.
 cdef int start_bare(Handle comm, Operation* operation, object kept, object stream, object timeout) except -1
 
 # `vector_collective` returns a collective over parts of different sizes, for the caller to fill in; `start_vector`
@@ -52,7 +53,7 @@ cdef VectorCollective vector_collective(Handle comm)
 cdef int start_vector(Handle comm, VectorCollective vector, object stream, object timeout) except -1
 
 
-# The descriptors of a wait for signals. NCCL copies them in the call.
+# The descriptors of a wait for signals, which NCCL copies during the call.
 cdef class Signals:
     cdef ncclWaitSignalDesc_t* rows
     cdef size_t count

@@ -95,7 +95,7 @@ cdef double limit_of(Handle comm, object timeout) except? -1:
 cdef inline int _choose_stream(
     Handle comm, const View* view, object stream, CUstream* chosen, bint* wait_host
 ) except -1:
-    """Find the stream to use; set `wait_host` if the call must wait for the data, as CPU memory has no stream."""
+    """Find the stream to use; set `wait_host` if the call must wait: for CPU memory without a given stream."""
     wait_host[0] = False
     if stream is not None:
         chosen[0] = as_stream_of(stream, comm.device)
@@ -121,7 +121,7 @@ cdef int start_pair(
     Handle comm, Operation* send_operation, const View* sent, object send, Operation* recv_operation,
     const View* received, object recv, object stream, object timeout
 ) except -1:
-    """Submit a send and a receive: as one call, or as a group if their streams differ."""
+    """Submit a send and a receive: as one call, or as a group if their streams differ or a group is open."""
     cdef bint wait_send, wait_recv
     cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
     _choose_stream(comm, sent, stream, &send_operation.stream, &wait_send)
@@ -209,7 +209,7 @@ cdef int validate_put(
     cdef size_t at
     cdef char* target
     require(<void*>nccl.ncclPutSignal, b"ncclPutSignal")
-    # The conversion of these arguments may run code of the caller, which could close the window: so it is done first.
+    # These conversions may run the caller's code, which could close the window: they precede the window's check.
     o.root = root_rank(comm.nranks, peer, "peer")
     o.op = as_integer(signal, "signal", 0)
     at = as_integer(offset, "offset", 0, _MAX_BYTES)
@@ -254,7 +254,7 @@ cdef int validate_signal(Handle comm, Operation* o, object peer, object signal) 
 
 
 cdef Signals validate_wait(Handle comm, Operation* o, object peers, object signal, object count):
-    """Fill in a wait; the caller keeps the returned descriptors as long as the operation."""
+    """Fill in a wait for signals; the caller keeps the returned descriptors as long as the operation."""
     cdef Signals wanted
     require(<void*>nccl.ncclWaitSignal, b"ncclWaitSignal")
     wanted = Signals.__new__(Signals)
@@ -269,7 +269,7 @@ cdef Signals validate_wait(Handle comm, Operation* o, object peers, object signa
 
 
 cdef class Signals:
-    """Own the descriptors of a wait, as long as the operation can be issued."""
+    """Own the descriptors of a wait for signals."""
 
     def __dealloc__(self):
         free(self.rows)

@@ -19,7 +19,7 @@ cdef class Registration:
     cdef Lifecycle comm
     cdef void* raw
     cdef readonly object buffer
-    cdef object address  # of the buffer
+    cdef object address  # address and size of the buffer, for the repr
     cdef object nbytes
     cdef long long buffer_key  # number by which the communicator keeps the buffer
     cdef long long range  # number of the registered range, which may be larger and from another Registration

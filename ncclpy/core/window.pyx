@@ -135,8 +135,8 @@ cdef class Registration:
 
 Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
-    `Communicator.register` makes it. The communicator keeps the buffer alive until then; close the registration before
-    the memory is freed, and after the operations that use it are done.
+    `Communicator.register` makes it. The communicator keeps the buffer alive until `close`; close the registration
+    before the memory is freed, and after the operations that use the buffer are done.
 
     Notes
     -----
@@ -154,11 +154,12 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         read_view(buffer, &view, "buffer")
         check_alive(comm)
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
-        self.buffer_key = comm.registrations.keep(buffer)  # the memory stays registered even if this object is dropped
+        # The communicator keeps the buffer: the memory stays registered even if this object is dropped.
+        self.buffer_key = comm.registrations.keep(buffer)
         with nogil:
             if comm.lock_alive():
                 if comm.precall_hook != NULL:
-                    # The hook may register a larger range that contains this buffer and is then shared.
+                    # The hook may register a larger range that contains this buffer: `register` then shares it.
                     run_hook_if_wanted(comm.precall_hook, comm.raw)
                 result = comm.registrations.register(
                     comm.raw, view.pointer, view.nbytes, self.buffer_key, &self.raw, &self.range
@@ -184,7 +185,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
         return self.comm is None
 
     def close(self):
-        """Deregister the buffer (`ncclCommDeregister`) unless others use its registration.
+        """Deregister the buffer (`ncclCommDeregister`), unless another buffer or a graph uses its registration.
 
         A second call does nothing.
         """
@@ -285,7 +286,8 @@ cdef class Window:
 
 Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegister`) until `close`.
 
-    `Communicator.window` makes it. It keeps the buffer alive; close it before the memory is freed.
+    `Communicator.window` makes it. The communicator keeps the buffer alive until `close`; close the window before the
+    memory is freed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer, *, bint symmetric=True, bint strict_ordering=False):
@@ -426,7 +428,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
                 if self.cell[0] != NULL:
                     if host_hold_window != NULL:
                         part.held = host_hold_window(self.cell[0], number)
-                    # The address of the last byte: the engine returns one only if the rank has registered as much.
+                    # Ask for the last byte, since the host engine returns no address beyond what the rank registered.
                     result = nccl.ncclGetPeerDevicePointer(self.cell[0], view.nbytes - 1, number, &pointer)
                 comm.unlock()
         if <int>result == WAS_ABORTED and comm.state == READY:
@@ -468,7 +470,8 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         Raises
         ------
         ValueError
-            If the group that makes the window has not ended yet.
+            If the group that makes the window has not ended yet, or if the open group has recorded calls that use the
+            window.
         """
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
@@ -512,10 +515,10 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
 
 cdef class _PeerPart:
-    """Keep a rank's part of a window mapped for the buffer that reads it; on GPUs nothing can keep it."""
+    """Keep a rank's part of a window mapped for a buffer from `Window.peer`; on GPUs nothing can keep it mapped."""
 
-    cdef void* held  # by the host engine
-    cdef _PartMemory memory  # if the rank is in this process
+    cdef void* held  # what `host_hold_window` returned; NULL on GPUs
+    cdef _PartMemory memory  # host engine: the part's memory, if the rank is in this process; else None
 
     def __dealloc__(self):
         if self.held != NULL:

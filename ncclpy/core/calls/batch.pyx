@@ -61,7 +61,7 @@ cdef bint make_calls(CallBatch* batch, double until) noexcept nogil:
 
 
 cdef ncclResult_t _end_group(const CallBatch* batch, ncclResult_t refused) noexcept nogil:
-    """End the group. After a refused call NCCL's group end launches nothing and returns the same error."""
+    """End the group, or its simulation; return `refused` if a call was refused: then NCCL's end launches nothing."""
     cdef ncclResult_t ended
     if batch.simulated != NULL:
         ended = nccl.ncclGroupSimulateEnd(batch.simulated)

@@ -273,7 +273,10 @@ cdef int _forget(Group group, size_t start) except -1:
 
 
 cdef int check_together(list handles, set newborn) except -1:
-    """Raise for a communicator that cannot be used, and for a mixture that NCCL does not take in a group."""
+    """Raise for a communicator that cannot be used, and for a mixture that NCCL does not take in a group.
+
+    A communicator that NCCL is still making is waited for. One from `from_handle` is not checked for a mixture.
+    """
     cdef Handle handle
     for handle in handles:
         if handle.state != READY and (newborn is None or id(handle) not in newborn):
@@ -587,7 +590,7 @@ cdef int _await_members(Group group, Waiting* only_wait) except -1:
     """
     cdef Handle handle, child
     cdef list errors = [], children = [], handles = group.handles, together = handles
-    if group.inits:  # most groups have none, and each list costs a small group 1% of its time
+    if group.inits:  # most groups make no communicator, and each of these lists costs a small group 1% of its time
         children = [child for _, child in group.inits]
         together = children + handles
     try:

@@ -299,7 +299,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             On the root ``nranks`` times as many elements as `recv`, or a list of ``nranks`` buffers of any sizes, the
             part of each rank. Not used on other ranks, where it may be None.
         recv : buffer
-            Receives this rank's part; in place it is part ``root`` of the root's `send`.
+            Receives this rank's part; needed on every rank. In place it is part ``root`` of the root's `send`.
         root : int
             The rank that sends.
         stream : optional

@@ -362,8 +362,9 @@ cdef class Lifecycle(Handle):
     def init(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
         """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
 
-        The call returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
-        returns at once, and the communicator is ready when the group ends; so one thread can make several.
+        The call returns when all ranks have joined; if ``config.blocking`` is False, it returns at once. Inside
+        ``ncclpy.group()`` it returns at once too, and the group's end makes the communicator; so one thread can make
+        several.
 
         Parameters
         ----------

@@ -88,7 +88,7 @@ Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
 
     @property
     def handle(self):
-        """The `ncclRedOp_t` as an int."""
+        """The `ncclRedOp_t` as an int; after `close` a `ValueError` is raised."""
         return self.code()
 
     def close(self):
@@ -181,7 +181,7 @@ Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
     @property
     def closed(self):
-        """Whether `close` was called."""
+        """Whether `close` was called, by the program or by the close of the communicator."""
         return self.comm is None
 
     def close(self):
@@ -459,7 +459,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
 
     @property
     def closed(self):
-        """Whether the buffer is no longer registered."""
+        """Whether `close` was called, by the program or by the close of the communicator."""
         return self.comm is None
 
     def close(self):

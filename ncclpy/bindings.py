@@ -1,11 +1,10 @@
-"""One Python function for each host function of ``nccl.h`` and ``nccl_device.h``, with the C name in snake case.
+"""One Python function for each host function of ``nccl.h`` and ``nccl_device.h``, in snake case without ``nccl``.
 
-The prefix ``nccl`` is left out. Arguments are in C's order; out-parameters are returned instead. Pointers,
-communicators, windows and streams are ints. Each call runs without the GIL. An error raises `ncclpy.NcclError`; a
-function that the loaded NCCL lacks raises `ncclpy.NcclUnsupported`, which names the release that has it. If a C
-function returns an ``ncclResult_t`` and has no out-parameter, the Python function returns ``Result.SUCCESS`` or, when
-a nonblocking communicator is still at work, ``Result.IN_PROGRESS``: then poll `comm_get_async_error` until it returns
-another result.
+Arguments are in C's order; out-parameters are returned instead. Pointers, communicators, windows and streams are
+ints. Each call runs without the GIL. An error raises `ncclpy.NcclError`; a function that the loaded NCCL lacks raises
+`ncclpy.NcclUnsupported`, which names the release that has it. If a C function returns an ``ncclResult_t`` and has no
+out-parameter, the Python function returns ``Result.SUCCESS`` or, when a nonblocking communicator is still at work,
+``Result.IN_PROGRESS``: then poll `comm_get_async_error` until it returns another result.
 
 Many functions share these arguments:
 
@@ -23,7 +22,8 @@ root, peer, lsa_rank, peer_cft
 stream
     The CUDA stream that the work is enqueued on; 0 is the legacy default stream.
 config
-    A `Config` for communicators, a `CollConfig` for one collective; None takes NCCL's defaults.
+    A `Config` for communicators, a `CollConfig` for one collective. None takes NCCL's defaults or, for a child, its
+    parent's configuration.
 handle, window, dev_comm
     `handle`: what `comm_register` or `param_bind` returned. `window`: what `comm_window_register` returned.
     `dev_comm`: the address of the ``ncclDevComm_t`` that `dev_comm_create` fills.

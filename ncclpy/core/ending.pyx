@@ -339,8 +339,8 @@ cdef int _close(Handle handle, double limit) except -1:
 cdef list _end(Handle handle, double limit):
     """Wait for what was issued, release the dependent objects, and destroy the communicator; return the errors.
 
-    If what was issued does not end in time, abort the communicator and raise. If ncclpy does not own it, only release
-    the dependent objects and drop the handle.
+    If what was issued does not end in time, abort the communicator and raise. If ncclpy does not own the communicator,
+    only release the dependent objects and drop the handle.
     """
     cdef Destruction call = Destruction()
     cdef double deadline = deadline_after(limit)

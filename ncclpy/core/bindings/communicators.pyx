@@ -43,8 +43,8 @@ cdef class PendingHandle:
 Hold a communicator or window that NCCL writes now or later; it can be passed wherever the int can.
 
     On a nonblocking communicator, or inside a group, NCCL may write the handle after the call has returned, to memory
-    of this object. That memory is freed with the object only if NCCL will not write it any more. Otherwise a few bytes
-    are lost: if NCCL has written no handle until then, and always after `comm_grow`, in which NCCL writes twice.
+    of this object. When the object is dropped, a few bytes are never freed if NCCL may still write them: if it has
+    written no handle yet, and always after `comm_grow`, for which NCCL writes the handle twice.
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
 """A batch of calls: lock, check, ncclGroupStart, issue, ncclGroupEnd, poll.
 
-All calls of several operations together are made here: for a group's end, a plan, a captured graph, and a launch of a
-Manager or a process group, in any thread. (`operation.issue` also makes a group of calls, for a single operation such
-as a gather.) Only `note_arrival` needs the GIL.
+Only this module calls NCCL for several operations together: for a group's end, a plan, a captured graph, and a launch
+of a Manager or a process group, in any thread. (`operation.issue` makes the calls of one operation, for some kinds a
+group of sends and receives.) All of it runs without the GIL, except `note_arrival`.
 """
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess

@@ -102,7 +102,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
     handle.waiters += 1
     try:
         begin_wait(&waiting, handle, function_of(operation.kind), deadline_after(limit), None)
-        with nogil:  # once for call and wait: releasing and taking the GIL takes as long as all else in this function
+        with nogil:  # once for call and wait: releasing and taking the GIL takes as long as ncclpy's other work here
             result = _call(handle, operation, True, limit, 0)
             if result == ncclSuccess:
                 make_wait(&waiting, operation.stream)

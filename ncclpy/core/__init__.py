@@ -1,1 +1,1 @@
-"""The lowest layer of the package: from a Python object to one C call."""
+"""The lowest layer of the package: from Python objects to calls of NCCL."""

@@ -342,8 +342,8 @@ cdef class Lifecycle(Handle):
 
     def __init__(self, *args, **kwargs):
         raise TypeError(
-            "Communicator(...) makes no communicator: use Communicator.init(nranks, rank, unique_id), init_all, join "
-            "or from_handle, or split, shrink or grow an existing one"
+            "Communicator(...) makes no communicator: use Communicator.init(nranks, rank, unique_id), init_all, "
+            "from_env, from_mpi, join or from_handle, or split, shrink or grow an existing one"
         )
 
     def __del__(self):

@@ -32,9 +32,9 @@ cdef class Group:
     cdef CUstream awaited_stream
     cdef double awaited_limit
     cdef bint may_block  # a call of the group waits for other ranks: the calls are made in a thread of their own
-    cdef bint watched  # a communicator of the group has a deadline that the watchdog enforces
+    cdef bint watched  # the watchdog checks a communicator of the group
     cdef bint bare  # the group has one call, which is made without ncclGroupStart and ncclGroupEnd
-    cdef double limit  # seconds for each wait at the group's end; FOREVER for the communicators' own limits
+    cdef double limit  # seconds for the calls, and for each wait after them; FOREVER for the communicators' own limits
     cdef CallBatch calls  # the calls and their outcome
     cdef ncclSimInfo_t info
     cdef list places  # where each operation was recorded, for the tracer; None without a tracer

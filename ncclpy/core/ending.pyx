@@ -215,8 +215,8 @@ cdef class Destruction(CommCall):
                 _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log handler may keep its arguments
         return 0
 
+    # Wait until the call has returned or can be left behind; return False past the deadline.
     cdef bint wait(self, double deadline) except -1:
-        """Wait until the call has returned or can be left behind; return False past the deadline."""
         cdef double started = now()
         cdef double patience = _UNKNOWN_PATIENCE
         cdef DeviceWait idle = None

@@ -704,7 +704,7 @@ cdef class DataPlane:
                     work.settle(error)
         # A copy: when the group calls its hook, it marks the hook's error as given to the program.
         group_error = copy.copy(error)
-        group_error.__cause__ = error
+        group_error.__cause__ = group_error._owner_error = error
         self.group.end_with(group_error, text_of(error), True)
 
     def close(self, timeout):

@@ -102,9 +102,13 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
         The group's name.
     failure
         The error that has ended it. If its text begins with the group's name, the result still names the group once.
+        If its `_owner_error` is set, the group belongs to another object, and that error is returned: users do not
+        know the group.
     kind
         The class of the error.
     """
+    if (owner_error := getattr(failure, "_owner_error", None)) is not None:
+        return owner_error
     group, text = f"process group {name!r}", text_of(failure)
     if not text.startswith(f"{group} has ended: "):
         if text.startswith(f"{group}: "):

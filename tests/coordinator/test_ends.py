@@ -283,6 +283,29 @@ def test_running_operation_ends_with_lost_rank(controls, sizes):
     assert run_coordinators(2, body, shut=False) == [True] * 2
 
 
+def test_launch_that_finds_its_group_ended_has_the_error_of_the_coordinator(controls):
+    """A launch may begin while the session ends the group of its data plane: users do not know that group."""
+
+    def body(coordinator):
+        coordinator.all_reduce("first", np.ones(1)).wait(DEADLINE)
+        group = coordinator._session._members[0].plane.group
+        if coordinator.rank == 1:
+            coordinator._session._run = dict.clear
+        work = coordinator.all_reduce("in flight", np.ones(1))
+        if coordinator.rank == 1:
+            testing.wait_for(lambda: not coordinator._session.pending, "for both ranks to bring the operation")
+            controls.lose(1)
+        else:
+            work.exception(DEADLINE)
+            with pytest.raises(ncclpy.NcclRemoteError) as caught:
+                group.all_reduce(np.ones(1))
+            assert caught.value is coordinator.error
+        coordinator.close(DEADLINE)
+        return True
+
+    assert run_coordinators(2, body, shut=False) == [True] * 2
+
+
 def test_failed_launch_ends_coordinator_on_all(monkeypatch):
     from ncclpy.coordinator import calls
 

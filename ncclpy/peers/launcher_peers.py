@@ -215,9 +215,11 @@ def describe_late(late: NcclTimeout) -> None:
         )
         text = str(late)  # it names the ranks with processes that have ended
         for state, words in _STATE_TEXTS.items():
-            alike = [each.rank for each in states if each.state == state]
+            alike = [rank for rank in known if states[rank].state == state]
             if alike:
                 text += f"; {ranks(spans(alike))} {'has' if len(alike) == 1 else 'have'} {words}"
+        if len(known) < len(missing):
+            text += f"; the launcher's store was not asked about {ranks(spans(missing[_MAX_CHECKED:]))}"
         late.args = (text,)
         late.ranks = states
     except (NcclError, ValueError, RuntimeError):  # the store may be gone meanwhile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import types
 
 import pytest
 from group_fixtures import IN_A_STORE
@@ -11,6 +12,7 @@ from warm_ranks import run_ranks
 
 import ncclpy
 import testing
+from ncclpy.peers import launcher_peers
 
 #: Processes that have done one collective; then the last one does something else.
 PROGRAM = (
@@ -424,3 +426,17 @@ store.barrier('all are done', rank, size)
 """
     output = run_ranks(tmp_path, 2, PROGRAM + program)[1]
     assert output.count("has left nothing") == 2, output
+
+
+def test_error_of_many_missing_ranks_names_those_that_the_store_was_not_asked_about(monkeypatch):
+    monkeypatch.setattr(launcher_peers, "environment", lambda: types.SimpleNamespace(size=30))
+    monkeypatch.setattr(launcher_peers, "earlier_process_state", lambda rank: "not_joined" if rank < 4 else None)
+    late = ncclpy.NcclTimeout("not all ranks arrived")
+    late.missing = tuple(range(2, 30))
+    launcher_peers.describe_late(late)
+    assert str(late) == (
+        "not all ranks arrived; ranks 2-3 have not reached the launcher's store either; ranks 4-17 have reached the "
+        "launcher's store, and the state of its process is not known; the launcher's store was not asked about "
+        "ranks 18-29"
+    )
+    assert [each.state for each in late.ranks] == ["running"] * 2 + ["not_joined"] * 2 + ["unknown"] * 26

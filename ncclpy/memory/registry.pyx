@@ -214,7 +214,7 @@ _default = SegmentRegistry.__new__(SegmentRegistry)
 
 cdef object _result(int number):
     try:
-        return Result(number).name.lower()
+        return Result(number).name.lower() if number else "other"  # [0]: results beyond the table, see `Counters`
     except ValueError:
         return str(number)
 

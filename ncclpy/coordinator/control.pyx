@@ -402,7 +402,7 @@ cdef class Control:
         self._refuse_in_fork()
         with nogil:
             brought = self.control.get().join()
-        if brought == Brought.joined:
+        if brought == Brought.twice:
             raise AlreadyAsked("join: this rank has joined")
         _check(brought, "join")
 

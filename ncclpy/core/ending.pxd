@@ -41,8 +41,8 @@ cdef class CommCall(Call):
 # Make the call FINALIZE, REVOKE, SUSPEND or RESUME, and wait until it is done.
 cdef int call_blocking(Handle handle, int kind) except -1
 
-# Abort a communicator and its `aborted_together`. Within a group only the communicator is aborted, when the group
-# ends, and `timeout` and `reason` are not used.
+# Abort a communicator and its `aborted_together`. Within a group they are aborted when the group ends, and `timeout`
+# and `reason` are not used.
 cdef int abort_now(Handle handle, object timeout, object reason=*) except -1
 
 # Close a communicator, its dependent objects first. The communicator is aborted instead if its issued operations do

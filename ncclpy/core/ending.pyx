@@ -287,7 +287,7 @@ cdef int call_blocking(Handle handle, int kind) except -1:
 
 
 cdef int abort_now(Handle handle, object timeout, object reason="abort") except -1:
-    """Abort a communicator and its `aborted_together`; within a group only the communicator, when the group ends."""
+    """Abort a communicator and its `aborted_together`; within a group, when the group ends."""
     if not handle.owned:
         raise ValueError(f"{handle!r} is not owned by ncclpy (from_handle): its owner must abort it")
     group = current_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -372,3 +373,12 @@ def test_waiting_can_be_interrupted():
         warm=True,
     )
     assert done.stdout.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("in_group", [False, True], ids=["alone", "in a group"])
+def test_abort_of_a_child_in_the_making_aborts_its_parent(pair, in_group):
+    """NCCL makes the child within the parent, which could not be used afterwards."""
+    child = pair[0].split(0)  # rank 1 does not call it
+    with ncclpy.group() if in_group else contextlib.nullcontext():
+        child.abort()
+    assert child.closed and pair[0].closed

@@ -222,7 +222,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
             Py_DECREF(self)
             # Whether or not the calls succeeded: a communicator with `abort_at_end` is always aborted.
             if to_abort is not None:
-                abort_handles(to_abort, ABORT_DEADLINE, "aborted in a group")
+                _abort_members(to_abort)
 
     def __reduce__(self):
         raise not_copied(self, "open a new one where the calls are made")
@@ -244,6 +244,19 @@ Record the calls of a ``with`` block and start them together when the outermost 
             self.to_abort = []
         self.to_abort.append(handle)
         return 0
+
+
+cdef int _abort_members(list handles) except -1:
+    """Abort communicators as their `abort` does outside a group."""
+    cdef Handle handle
+    together = [each for handle in handles for each in aborted_together(handle)]
+    try:
+        abort_handles(together, ABORT_DEADLINE, "aborted in a group")
+    finally:
+        for handle in handles:
+            if handle.peer_status is not None:
+                handle.peer_status.leave()
+    return 0
 
 
 cdef int set_current(PyObject* group) noexcept:

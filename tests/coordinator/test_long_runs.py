@@ -29,30 +29,31 @@ def remembered(coordinator: Coordinator) -> list[int]:
 
 
 def work(coordinator, operations, seconds):
-    """Do steps until `operations` are done or the time is over; return the number done, and the looks."""
+    """Do steps until `operations` are done or the time is over; return the number done, and the looks.
+
+    Each look is after its share of the operations or of the time, whichever is over first.
+    """
     rank = coordinator.rank
     arrays = [np.ones(size) for size in ([3, 100, 20_000] * NAMES)[:NAMES]]
     part = coordinator.process_set([0, 1], DEADLINE)
     seen, done, since = [], 0, time.monotonic()
     looks = [operations * (look + 1) // LOOKS for look in range(LOOKS)]
-    late = False
-    while len(seen) < LOOKS and not late:
+    while len(seen) < LOOKS:
         turn = done // (NAMES + 3)
         names = [f"{i}" for i in range(NAMES - NEW)] + [f"new {turn} {i}" for i in range(NEW)]
         order = range(NAMES) if rank == 0 else range(NAMES - 1, -1, -1)
         works = [coordinator.all_reduce(names[i], arrays[i], "max") for i in order]
         works.append(part.all_gather("rows", np.ones((turn + rank) % 5)))
         works.append(coordinator.all_reduce("differs", np.ones(1 + rank)))
-        # Rank 0 decides for all whether the time is over.
-        clock = np.array([rank == 0 and time.monotonic() - since > seconds])
+        # Rank 0 decides for all how many looks the time asks for.
+        clock = np.array([LOOKS * (time.monotonic() - since) / seconds if rank == 0 else 0.0])
         works.append(coordinator.all_reduce("clock", clock))
         for each in works[:-2]:
             each.wait(DEADLINE)
         assert works[-2].exception(DEADLINE) is not None
         works[-1].wait(DEADLINE)
         done += len(works)
-        late = bool(clock[0])
-        if done >= looks[len(seen)] or late:
+        if done >= looks[len(seen)] or clock[0] >= len(seen) + 1:
             del works, each
             coordinator.barrier("look").wait(DEADLINE)
             with LOOKING:

@@ -252,7 +252,9 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Bring nothing more, and wait until all ranks have joined; the other ranks' all-reduces continue meanwhile.
+        """Declare that this rank brings nothing more, and wait until all ranks have joined.
+
+        The other ranks' all-reduces continue meanwhile.
 
         Parameters
         ----------

@@ -293,7 +293,7 @@ def sparse_of(rank, size, sizes, place):
 )
 def test_sparse_tensors_of_different_sizes_are_an_error_on_all_ranks(ranks2, sizes, place):
     first, second = ranks2.run(sparse_of, sizes, place)
-    assert first == second and first.startswith("ValueError: all_reduce_sparse: rank 1 brings")
+    assert first == second and first.startswith("ValueError: all_reduce_sparse: rank 1 passes")
     if len(sizes[0]) < 9:
         assert f"of shape {sizes[0]}" in first and f"of shape {sizes[1]}" in first
 

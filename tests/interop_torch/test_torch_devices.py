@@ -246,6 +246,6 @@ def test_group_unused_by_some_ranks_matches_when_it_is_made_again(monkeypatch):
     store = dist.HashStore()
     for number in (1, 2):
         for rank in range(2):
-            made = torch_registration._made(store, rank, [0, 1], 1.0, "0", {})
+            made = torch_registration._make_backend(store, rank, [0, 1], 1.0, "0", {})
             made.store.set(f"{rank}", f"{number}")
         assert store.get(f"ncclpy/{number}/0") == store.get(f"ncclpy/{number}/1") == str(number).encode()

@@ -107,7 +107,8 @@ def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAbo
     kind
         The class of the error.
     """
-    if (owner_error := getattr(failure, "_owner_error", None)) is not None:
+    owner_error: NcclError | None = getattr(failure, "_owner_error", None)
+    if owner_error is not None:
         return owner_error
     group, text = f"process group {name!r}", text_of(failure)
     if not text.startswith(f"{group} has ended: "):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import ncclpy
-from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
+from ncclpy.core.runtime import wait
 from ncclpy.errors import note, seconds
 
 __all__ = ["run_ranks"]

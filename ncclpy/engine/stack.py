@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
+from ncclpy.core.runtime import wait
 
 __all__ = ["as_stack", "in_short", "python_stack"]
 
@@ -32,7 +32,7 @@ def python_stack(thread: int | None = None) -> list[str]:
     thread
         Its identifier; by default, and where that thread has ended, the main thread.
     """
-    main = threading.main_thread().ident
+    main = threading.main_thread().ident or 0
     frame = wait.frame_of_thread(thread or main) or wait.frame_of_thread(main)
     if frame is not None and frame.f_code is python_stack.__code__:
         frame = frame.f_back

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
+from ncclpy.core.runtime import wait
 from ncclpy.engine.recorder import text_of
 from ncclpy.errors import on_delivery, undelivered
 

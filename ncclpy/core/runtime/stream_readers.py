@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 
-from ncclpy.core.runtime import wait  # type: ignore[attr-defined]  # it has no stub
+from ncclpy.core.runtime import wait
 
 __all__ = ["note_delivery", "raise_at_end", "raise_in_readers"]
 
@@ -69,7 +69,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, i
     # A `_DummyThread` stands for a thread that Python has not started, which may leave Python at any moment.
     started = [each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
     known = {wait.number_of_thread(ident) for ident in started if ident is not None}  # None: a thread that starts now
-    main = wait.number_of_thread(threading.main_thread().ident)
+    main = wait.number_of_thread(threading.main_thread().ident or 0)
     substitute = maker if maker in known else main
     with _lock:
         for ended in _pending.keys() - known:
@@ -116,7 +116,7 @@ def _set(thread: int, pending: list[tuple[set[int], BaseException]]) -> bool:
     """
     _pending.pop(thread, None)
     if not pending:
-        return bool(wait.set_exception(thread, None))
+        return wait.set_exception(thread, None)
     _pending[thread] = pending  # before the exception is set: raising it removes them
     if wait.set_exception(thread, _raised_as([error for _, error in pending], thread)):
         return True

@@ -8,12 +8,12 @@ from libc.stdlib cimport free
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.handles.abort cimport (
-    ABORT_DEADLINE, abort_and_report, abort_handles, aborted_together, drop_ranges, end_call, forget_left_close,
+    ABORT_DEADLINE, abort_and_report, abort_handles, drop_ranges, end_call, forget_left_close,
     is_freed, left_closes_of, local_peers_of, note_left_close,
 )
 from ncclpy.core.runtime.library cimport abort_preempts, copy_last_error, nccl, nccl_error, require, version_code
 from ncclpy.core.runtime.device cimport lend_device, take_device_back
-from ncclpy.core.calls.group cimport current_group
+from ncclpy.core.calls.group cimport abort_and_leave, current_group
 from ncclpy.core.handles.handle cimport WAS_ABORTED
 from ncclpy.core.handles.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, INIT_IN_PARENT, READY, SUSPENDED, is_over
 from ncclpy.core.runtime.stream cimport DeviceWait, Stream, hold
@@ -293,12 +293,7 @@ cdef int abort_now(Handle handle, object timeout, object reason="abort") except 
     group = current_group()
     if group is not None:
         return group.abort_at_end(handle)
-    limit = as_timeout(timeout)
-    try:
-        return abort_handles(aborted_together(handle), limit, reason)
-    finally:
-        if handle.peer_status is not None:
-            handle.peer_status.leave()
+    return abort_and_leave([handle], as_timeout(timeout), reason)
 
 
 cdef int close_comm(Handle handle, object timeout) except -1:

@@ -86,6 +86,9 @@ cdef double patience(double group_limit, double limit, list errors) noexcept
 cdef int adopt(list errors, Handle child, ncclResult_t result) except -1
 cdef int await_member(list errors, Handle handle, double deadline, double started=*) except -1
 
+# Abort communicators, each with its `aborted_together`, and tell their ranks' status that this rank leaves.
+cdef int abort_and_leave(list handles, double timeout, object reason) except -1
+
 # Abort what NCCL has made for children that were aborted while the calls were made.
 cdef int end_orphans(list children, list errors) except -1
 

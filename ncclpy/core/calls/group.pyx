@@ -222,7 +222,7 @@ Record the calls of a ``with`` block and start them together when the outermost 
             Py_DECREF(self)
             # Whether or not the calls succeeded: a communicator with `abort_at_end` is always aborted.
             if to_abort is not None:
-                _abort_members(to_abort)
+                abort_and_leave(to_abort, ABORT_DEADLINE, "aborted in a group")
 
     def __reduce__(self):
         raise not_copied(self, "open a new one where the calls are made")
@@ -246,12 +246,12 @@ Record the calls of a ``with`` block and start them together when the outermost 
         return 0
 
 
-cdef int _abort_members(list handles) except -1:
-    """Abort communicators as their `abort` does outside a group."""
+cdef int abort_and_leave(list handles, double timeout, object reason) except -1:
+    """Abort communicators, each with its `aborted_together`, and tell their ranks' status that this rank leaves."""
     cdef Handle handle
     together = [each for handle in handles for each in aborted_together(handle)]
     try:
-        abort_handles(together, ABORT_DEADLINE, "aborted in a group")
+        abort_handles(together, timeout, reason)
     finally:
         for handle in handles:
             if handle.peer_status is not None:

@@ -691,7 +691,9 @@ cdef class DataPlane:
         cdef Launch launch
         cdef FusedLaunch fused
         cdef Work work
-        # Before the group ends the launches: its error would name the group, which the user does not know.
+        # Before the group ends, which then has nothing in flight: else it would report its own error, which names a
+        # group that the user does not know, as one that the program has to read. A launch that begins meanwhile gets
+        # `error` from the group, see `_owner_error`, or the copy below if it is an `NcclAborted`.
         if self.ending.error is None:
             self.ending.error = error
         for launch in list(self.connection.launches):

@@ -45,6 +45,15 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 100, (128, 32), generator=torch.Generator().manual_seed(1))
 
 
+def device_of_rank() -> torch.device:
+    """Return the device for this rank's tensors, and make it current."""
+    if not ON_GPUS:
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
 def accelerate(backend: str, folder: Path, mode: str) -> list[Any]:
     """Accumulate gradients over two batches, clip them, gather metrics and objects, save and load the state."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
@@ -200,10 +209,7 @@ def torchmetrics(backend: str, folder: Path, mode: str) -> list[Any]:
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
     dist.init_process_group(backend)
-    rank, device = dist.get_rank(), torch.device("cpu")
-    if ON_GPUS:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    rank, device = dist.get_rank(), device_of_rank()
     predicted = torch.randn(20 + rank, 4, generator=torch.Generator().manual_seed(rank)).to(device)
     targets = (torch.arange(20 + rank) % 4).to(device)
     metrics = [MeanMetric(), MaxMetric(), CatMetric(), MulticlassAccuracy(4), MulticlassConfusionMatrix(4)]
@@ -220,10 +226,7 @@ def deepspeed(backend: str, folder: Path, mode: str) -> list[Any]:
     from deepspeed import comm
 
     deepspeed_package.init_distributed(dist_backend=backend)
-    rank, device = dist.get_rank(), torch.device("cpu")
-    if ON_GPUS:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    rank, device = dist.get_rank(), device_of_rank()
     model = made_model()
     engine, *_ = deepspeed_package.initialize(
         model=model,
